@@ -14,3 +14,4 @@ pub(crate) mod wait_list;
 
 pub use notify::Notify;
 pub use semaphore::FairSemaphore;
+pub use sync::Lock;

@@ -14,9 +14,10 @@ use std::fs::File;
 use std::future::poll_fn;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
 use blockio::executor::FairSemaphore;
+use blockio::executor::Lock;
 use serde::{Deserialize, Serialize};
 
 use medium::Medium;
@@ -86,10 +87,10 @@ pub(crate) struct EndedTasks {
 /// it.
 pub struct DiskAccess {
     reservations: Arc<Reservations>,
-    peers: Mutex<Vec<(Nexus, Arc<dyn Peer>)>>,
-    disk_users: Mutex<Vec<Arc<dyn DiskUser>>>,
+    peers: Lock<Vec<(Nexus, Arc<dyn Peer>)>>,
+    disk_users: Lock<Vec<Arc<dyn DiskUser>>>,
     /// Held while the disk gets another size, or another device.
-    sizes: Mutex<()>,
+    sizes: Lock<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
     has_reserve_out: AtomicBool,
     medium: Medium,
@@ -135,9 +136,9 @@ impl DiskAccess {
     fn with_reservations(reservations: Arc<Reservations>) -> Self {
         Self {
             reservations,
-            peers: Mutex::default(),
-            disk_users: Mutex::default(),
-            sizes: Mutex::default(),
+            peers: Lock::default(),
+            disk_users: Lock::default(),
+            sizes: Lock::default(),
             has_reserve_out: AtomicBool::default(),
             medium: Medium::default(),
             is_stopped: AtomicBool::default(),
@@ -193,14 +194,14 @@ impl DiskAccess {
 
     /// Makes the unit of a nexus reachable.
     pub(crate) fn add_peer(&self, nexus: Nexus, peer: Arc<dyn Peer>) {
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         peers.retain(|(_, peer)| !peer.is_gone());
         peers.push((nexus, peer));
     }
 
     /// Makes a device reachable that is no initiator.
     pub(crate) fn add_disk_user(&self, disk_user: Arc<dyn DiskUser>) {
-        let mut disk_users = lock(&self.disk_users);
+        let mut disk_users = self.disk_users.lock();
         disk_users.retain(|disk_user| !disk_user.is_gone());
         disk_users.push(disk_user);
     }
@@ -218,7 +219,7 @@ impl DiskAccess {
 
     /// Makes all devices that are no initiators respect the current state.
     fn raise_barriers(&self) -> Vec<WaitGroup> {
-        lock(&self.disk_users).iter().map(|disk_user| disk_user.raise_barrier()).collect()
+        self.disk_users.lock().iter().map(|disk_user| disk_user.raise_barrier()).collect()
     }
 
     /// Applies a reservation that may have changed. Returns when no device that is no initiator
@@ -247,7 +248,7 @@ impl DiskAccess {
     }
 
     fn add_attention_if(&self, is_meant: impl Fn(Nexus) -> bool, sense: Sense) {
-        let peers = lock(&self.peers);
+        let peers = self.peers.lock();
         let meant = peers.iter().filter(|(nexus, _)| is_meant(*nexus));
         meant.for_each(|(_, peer)| peer.add_attention(sense));
     }
@@ -256,14 +257,14 @@ impl DiskAccess {
     /// device is notified until after the last. A caller that makes another device on the disk
     /// holds this from its read of the size until the device is made.
     pub fn hold_size(&self) -> MutexGuard<'_, ()> {
-        lock(&self.sizes)
+        self.sizes.lock()
     }
 
     /// Applies a new size of the disk to all devices on it, and notifies all initiators. The caller
     /// notifies the drivers of virtio-blk. Queries the file system, so not for IoThreads.
     pub fn refresh(&self) {
         // Outside the locks, since this takes time.
-        let (peers, disk_users) = (lock(&self.peers).clone(), lock(&self.disk_users).clone());
+        let (peers, disk_users) = (self.peers.lock().clone(), self.disk_users.lock().clone());
         disk_users.iter().for_each(|disk_user| disk_user.refresh());
         peers.iter().for_each(|(_, peer)| peer.refresh());
     }
@@ -273,7 +274,7 @@ impl DiskAccess {
     /// that wait for limits or for a retry and then check the size again. IoThreads answer them, so
     /// an IoThread must not call this.
     pub fn cut_off(&self, size_bytes: u64) {
-        let (peers, disk_users) = (lock(&self.peers).clone(), lock(&self.disk_users).clone());
+        let (peers, disk_users) = (self.peers.lock().clone(), self.disk_users.lock().clone());
         disk_users.iter().for_each(|disk_user| disk_user.cut_off(size_bytes));
         peers.iter().for_each(|(_, peer)| peer.cut_off(size_bytes));
         let begun = disk_users.iter().map(|disk_user| disk_user.raise_barrier());
@@ -284,7 +285,7 @@ impl DiskAccess {
 
     /// True if no other unit is on the disk.
     pub(crate) fn is_alone(&self, nexus: Nexus) -> bool {
-        lock(&self.peers).iter().all(|(other, peer)| *other == nexus || peer.is_gone())
+        self.peers.lock().iter().all(|(other, peer)| *other == nexus || peer.is_gone())
     }
 
     #[inline]
@@ -333,7 +334,7 @@ impl DiskAccess {
             let tasks = peer.cover(treatment(*nexus)?, except)?;
             Some(FoundTasks { nexus: *nexus, peer: Arc::clone(peer), tasks })
         };
-        lock(&self.peers).iter().filter_map(cover).collect()
+        self.peers.lock().iter().filter_map(cover).collect()
     }
 
     /// Ends the tasks of all initiators, for a function of the nexus `by`. Its own tasks end as
@@ -468,8 +469,4 @@ impl Drop for MediumGuard {
     fn drop(&mut self) {
         self.0.medium.release();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

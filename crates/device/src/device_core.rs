@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::executor::Lock;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtqueue::AnswerPlace;
 
@@ -45,7 +46,7 @@ pub(crate) struct DeviceCore {
     trust: Arc<CallTrust>,
     pub(crate) options: CoreOptions,
     /// Counters of each queue that was ever started, by its number.
-    stats: Mutex<BTreeMap<u16, Arc<QueueStats>>>,
+    stats: Lock<BTreeMap<u16, Arc<QueueStats>>>,
     /// True if another process has stopped the queues and handed them over.
     was_handed_over: AtomicBool,
 }
@@ -53,7 +54,7 @@ pub(crate) struct DeviceCore {
 impl DeviceCore {
     pub(crate) fn new(options: CoreOptions, events: Arc<dyn Events>) -> Self {
         let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
-        let (features, stats) = (AtomicU64::new(0), Mutex::default());
+        let (features, stats) = (AtomicU64::new(0), Lock::default());
         let (data_budget, was_handed_over) = (Arc::default(), AtomicBool::new(false));
         Self { features, data_budget, events, trust, options, stats, was_handed_over }
     }
@@ -80,7 +81,7 @@ impl DeviceCore {
 
     /// The options that queue `index` starts with.
     pub(crate) fn queue_options(&self, index: u16, takes_requests: bool) -> QueueOptions {
-        let mut all = self.stats();
+        let mut all = self.stats.lock();
         let is_new = !all.contains_key(&index) && !self.was_handed_over.load(Ordering::Relaxed);
         let stats = Arc::clone(all.entry(index).or_default());
         QueueOptions {
@@ -104,17 +105,13 @@ impl DeviceCore {
 
     /// Counters of queue `index`; `None` if it was never started.
     pub(crate) fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
-        self.stats().get(&index).cloned()
+        self.stats.lock().get(&index).cloned()
     }
 
     /// Counters of all queues together.
     pub(crate) fn totals(&self) -> RequestTotals {
         let mut totals = RequestTotals::default();
-        self.stats().values().for_each(|stats| totals += stats.totals());
+        self.stats.lock().values().for_each(|stats| totals += stats.totals());
         totals
-    }
-
-    fn stats(&self) -> MutexGuard<'_, BTreeMap<u16, Arc<QueueStats>>> {
-        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

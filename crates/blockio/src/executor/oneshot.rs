@@ -1,14 +1,16 @@
 //! Answers that an IoThread will give, for threads that wait for one, or for many at once.
 
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
+use crate::executor::sync::Lock;
+
 /// The waker that the answer wakes, shared by both sides.
-type WakerSlot = Arc<Mutex<Option<Waker>>>;
+type WakerSlot = Arc<Lock<Option<Waker>>>;
 
 fn set(slot: &WakerSlot, waker: Option<Waker>) -> Option<Waker> {
-    std::mem::replace(&mut *slot.lock().unwrap_or_else(PoisonError::into_inner), waker)
+    std::mem::replace(&mut *slot.lock(), waker)
 }
 
 /// The receiving side of an answer from another thread.

@@ -15,6 +15,22 @@ pub(crate) use base::sync::{Condvar, Mutex, MutexGuard, atomic};
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
+/// A mutex that stays usable after a panic of its holder: its value is valid between any two steps.
+#[derive(Debug, Default)]
+pub struct Lock<T>(std::sync::Mutex<T>);
+
+impl<T> Lock<T> {
+    /// Makes a lock around `value`.
+    pub const fn new(value: T) -> Self {
+        Self(std::sync::Mutex::new(value))
+    }
+
+    /// Waits for the value, which is free again when the result is dropped.
+    pub fn lock(&self) -> std::sync::MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
 /// An eventfd with which other threads wake an IoThread.
 pub(crate) struct Eventfd {
     fd: OwnedFd,

@@ -6,7 +6,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use crate::executor::sync::Lock;
 
 /// The request queue shared by all users of the disk, of its partitions, and of files on them.
 #[derive(Debug)]
@@ -46,7 +48,7 @@ const SEGMENTS_MAX: usize = 256;
 const SHARE_MIN: u32 = 16;
 
 /// All devices in use, so that each has one object.
-static DEVICES: Mutex<Vec<Weak<Device>>> = Mutex::new(Vec::new());
+static DEVICES: Lock<Vec<Weak<Device>>> = Lock::new(Vec::new());
 
 impl Device {
     /// Finds the device that `file` is or lies on. `None` if no bound of it is known.
@@ -63,7 +65,7 @@ impl Device {
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
         let folder = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
         let queue = queue_below(&folder, 0)?;
-        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = DEVICES.lock();
         devices.retain(|device| device.strong_count() > 0);
         let mut all = devices.iter().filter_map(Weak::upgrade);
         if let Some(known) = all.find(|known| known.queue.disk == queue.disk) {

@@ -5,11 +5,12 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
 
+use crate::executor::sync::Lock;
 use crate::file::device_queue::Device;
 use crate::file::op_kind::{OpKind, errno_of};
 use crate::file::write_loss::WriteLossTracker;
@@ -35,10 +36,10 @@ pub struct OpenFile {
     device: Option<Arc<Device>>,
     /// True after a submit of Linux AIO has waited for the file, until that engine is tried again.
     blocks_submits: AtomicBool,
-    waits: Mutex<SubmitWaits>,
+    waits: Lock<SubmitWaits>,
     loss: WriteLossTracker,
     /// The time since when the oldest late op is in the kernel; `None` if no late op is known.
-    stalled_since: Mutex<Option<Instant>>,
+    stalled_since: Lock<Option<Instant>>,
 }
 
 /// Submits of Linux AIO that waited for a file.
@@ -110,7 +111,7 @@ impl OpenFile {
     /// `None` if it was so already.
     #[cold]
     pub(crate) fn set_blocks_submits(&self, now: Instant) -> Option<Duration> {
-        let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waits = self.waits.lock();
         if self.blocks_submits() {
             return None;
         }
@@ -126,7 +127,7 @@ impl OpenFile {
     /// late, the next ops go to Linux AIO again.
     #[cold]
     pub(crate) fn still_blocks_submits(&self, now: Instant) -> bool {
-        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = self.waits.lock();
         if waits.until.is_some_and(|until| now < until) || self.stalled_since().is_some() {
             return true;
         }
@@ -170,11 +171,11 @@ impl OpenFile {
 
     /// The time since when a late op is in the kernel, if there is one.
     pub(crate) fn stalled_since(&self) -> Option<Instant> {
-        *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.stalled_since.lock()
     }
 
     pub(crate) fn set_stalled_since(&self, since: Option<Instant>) {
-        *self.stalled_since.lock().unwrap_or_else(PoisonError::into_inner) = since;
+        *self.stalled_since.lock() = since;
     }
 
     /// Returns true if completions may be polled for, as far as is known.
@@ -221,9 +222,9 @@ impl From<OwnedFd> for OpenFile {
             is_block_device: false,
             device: None,
             blocks_submits: AtomicBool::new(false),
-            waits: Mutex::default(),
+            waits: Lock::default(),
             loss: WriteLossTracker::new(true),
-            stalled_since: Mutex::default(),
+            stalled_since: Lock::default(),
         }
     }
 }

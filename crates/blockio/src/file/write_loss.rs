@@ -22,11 +22,11 @@
 use std::future::poll_fn;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Instant;
 
 use crate::executor::notify::Notify;
+use crate::executor::sync::Lock;
 use crate::file::op_kind::OpKind;
 
 /// The number of an op that is not tracked.
@@ -49,7 +49,7 @@ pub(crate) struct WriteLossTracker {
     is_noted: AtomicBool,
     /// FUA writes in the kernel, if `is_shared`.
     fua: AtomicU64,
-    flushes: Mutex<Flushes>,
+    flushes: Lock<Flushes>,
     /// Wakes tasks that wait for the end of all flushes up to a number.
     ended: Notify<u64>,
 }
@@ -82,7 +82,7 @@ impl WriteLossTracker {
             is_shared,
             is_noted: AtomicBool::new(false),
             fua: AtomicU64::new(0),
-            flushes: Mutex::new(flushes),
+            flushes: Lock::new(flushes),
             ended: Notify::default(),
         }
     }
@@ -101,7 +101,7 @@ impl WriteLossTracker {
     pub(crate) fn begin(&self, kind: OpKind) -> u64 {
         match kind {
             OpKind::Flush => {
-                let mut flushes = self.flushes();
+                let mut flushes = self.flushes.lock();
                 // Writes that complete from now on are noted again: this flush may not cover them.
                 self.is_noted.store(false, Ordering::SeqCst);
                 flushes.begun += 1;
@@ -134,7 +134,7 @@ impl WriteLossTracker {
             // order.
             self.mark_stable_reports();
         }
-        let mut flushes = self.flushes();
+        let mut flushes = self.flushes.lock();
         if errno == 0 {
             flushes.succeeded = flushes.succeeded.max(number);
         }
@@ -153,7 +153,7 @@ impl WriteLossTracker {
 
     fn end_fua(&self, tracked: u64, errno: i32, now: Instant) -> bool {
         let is_report = errno != 0 && errno != libc::EFBIG && !never_reached_the_file(errno);
-        let mut flushes = is_report.then(|| self.flushes());
+        let mut flushes = is_report.then(|| self.flushes.lock());
         let is_unflushed = flushes.as_ref().is_some_and(|flushes| flushes.has_uncovered_writes());
         let is_beside = tracked == FUA && self.uncount_fua(errno == 0);
         if !is_report {
@@ -190,7 +190,7 @@ impl WriteLossTracker {
 
     #[cold]
     fn record_write(&self, submitted: Option<Instant>) -> bool {
-        let mut flushes = self.flushes();
+        let mut flushes = self.flushes.lock();
         flushes.written = flushes.begun;
         match (flushes.fua_failed, submitted) {
             // The write was in the kernel when the FUA write failed, and the error may be about it.
@@ -206,7 +206,7 @@ impl WriteLossTracker {
     /// Returns the number up to which a flush that has succeeded must wait for the flushes in the
     /// kernel: one of them may have received the report. `None` if there is none to wait for.
     pub(crate) fn flushes_to_await(&self) -> Option<u64> {
-        let flushes = self.flushes();
+        let flushes = self.flushes.lock();
         (self.is_shared && !flushes.in_kernel.is_empty()).then_some(flushes.begun)
     }
 
@@ -215,7 +215,11 @@ impl WriteLossTracker {
         let listener = self.ended.listener_with(number);
         poll_fn(|cx| {
             listener.listen(cx);
-            if number < self.flushes().first_in_kernel() { Poll::Ready(()) } else { Poll::Pending }
+            if number < self.flushes.lock().first_in_kernel() {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
         })
         .await;
     }
@@ -238,14 +242,10 @@ impl WriteLossTracker {
     #[cfg(ringhaul_sim)]
     pub(crate) fn forget(&self) {
         self.errno.store(0, Ordering::Release);
-        let mut flushes = self.flushes();
+        let mut flushes = self.flushes.lock();
         flushes.fua_failed = None;
         flushes.written = 0;
         self.is_noted.store(false, Ordering::SeqCst);
-    }
-
-    fn flushes(&self) -> MutexGuard<'_, Flushes> {
-        self.flushes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

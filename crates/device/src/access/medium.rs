@@ -4,8 +4,9 @@
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+
+use blockio::executor::Lock;
 
 /// The state of the medium, and the commands that wait for it.
 #[derive(Default)]
@@ -15,7 +16,7 @@ pub(crate) struct Medium {
     /// The command with the medium waits for something itself. Changes only while `waiting` is
     /// locked.
     owner_waits: AtomicBool,
-    waiting: Mutex<MediumQueue>,
+    waiting: Lock<MediumQueue>,
 }
 
 #[derive(Default)]
@@ -70,19 +71,19 @@ impl Medium {
     /// Marks that the command with the medium waits for something itself, maybe for long, or that
     /// this wait has ended.
     pub(crate) fn set_owner_waits(&self, owner_waits: bool) {
-        let waiting = self.waiting();
+        let waiting = self.waiting.lock();
         self.owner_waits.store(owner_waits, Ordering::Relaxed);
         waiting.wake_all();
     }
 
     /// Makes all waiters repeat their checks.
     pub(crate) fn recheck_waiting(&self) {
-        self.waiting().wake_all();
+        self.waiting.lock().wake_all();
     }
 
     /// Ends the exclusive use.
     pub(crate) fn release(&self) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         self.is_taken.store(false, Ordering::Relaxed);
         self.owner_waits.store(false, Ordering::Relaxed);
         for waiter in waiting.all.iter_mut().filter(|waiter| waiter.claim == Claim::Pass) {
@@ -116,10 +117,6 @@ impl Medium {
             next.waker.wake_by_ref();
         }
     }
-
-    fn waiting(&self) -> MutexGuard<'_, MediumQueue> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl MediumQueue {
@@ -143,7 +140,7 @@ struct MediumWait<'a> {
 
 impl MediumWait<'_> {
     fn poll(&mut self, claim: Claim, cx: &Context<'_>) -> Poll<()> {
-        let mut waiting = self.medium.waiting();
+        let mut waiting = self.medium.waiting.lock();
         let number = *self.number.get_or_insert_with(|| {
             waiting.last_number += 1;
             let number = waiting.last_number;
@@ -181,7 +178,7 @@ impl MediumWait<'_> {
 impl Drop for MediumWait<'_> {
     fn drop(&mut self) {
         if let Some(number) = self.number {
-            let mut waiting = self.medium.waiting();
+            let mut waiting = self.medium.waiting.lock();
             waiting.all.retain(|waiter| waiter.number != number);
             self.medium.wake_next(&waiting);
         }
@@ -259,7 +256,7 @@ mod tests {
             assert!(next.was_woken() && next.has_resumed());
         }
         medium.release();
-        assert!(!medium.is_taken() && medium.waiting().all.is_empty());
+        assert!(!medium.is_taken() && medium.waiting.lock().all.is_empty());
     }
 
     #[test]
@@ -276,6 +273,6 @@ mod tests {
         drop(first);
         assert!(second.was_woken() && second.has_resumed());
         medium.release();
-        assert!(medium.waiting().all.is_empty());
+        assert!(medium.waiting.lock().all.is_empty());
     }
 }

@@ -19,9 +19,10 @@ mod rules;
 use std::fs::File;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::executor::Lock;
 use serde::{Deserialize, Serialize};
 
 use self::command::Request;
@@ -70,9 +71,9 @@ pub enum ReservationStorage {
 #[derive(Debug, Default)]
 pub(crate) struct Reservations {
     /// Locked throughout a PERSISTENT RESERVE OUT, and before `state`.
-    file: Mutex<StorageState>,
+    file: Lock<StorageState>,
     /// Never locked during a wait for a disk.
-    state: Mutex<State>,
+    state: Lock<State>,
     /// Classes of commands that conflict for users that cannot register.
     unregistered: AtomicU8,
 }
@@ -142,7 +143,7 @@ pub(crate) struct Attached {
 impl Reservations {
     /// For a disk that another process hands over.
     pub(crate) fn for_hand_over() -> Self {
-        Self { file: Mutex::new(StorageState::HandedOver), ..Self::default() }
+        Self { file: Lock::new(StorageState::HandedOver), ..Self::default() }
     }
 
     /// State with which another process can continue, and the file. Call it while no command runs.
@@ -151,7 +152,7 @@ impl Reservations {
     ///
     /// If no descriptor is left.
     pub(crate) fn hand_over(&self) -> io::Result<(ReservationsState, Option<File>)> {
-        let (kept, state) = (lock(&self.file), lock(&self.state));
+        let (kept, state) = (self.file.lock(), self.state.lock());
         let (kept, file) = match &*kept {
             StorageState::Unsaid | StorageState::HandedOver => (KeptState::Unsaid, None),
             StorageState::Nowhere => (KeptState::Nowhere, None),
@@ -175,7 +176,7 @@ impl Reservations {
         let registry = file::parse(&from.registry).map_err(|(why, _)| io::Error::other(why));
         let mut registry = registry?;
         registry.aptpl = from.aptpl;
-        let (mut kept, mut state) = (lock(&self.file), lock(&self.state));
+        let (mut kept, mut state) = (self.file.lock(), self.state.lock());
         *kept = match from.kept {
             KeptState::Unsaid => StorageState::Unsaid,
             KeptState::Nowhere => StorageState::Nowhere,
@@ -201,11 +202,11 @@ impl Reservations {
         self: &Arc<Self>,
         place: ReservationStorage,
     ) -> Result<StorageGuard, FileError> {
-        let mut kept = lock(&self.file);
+        let mut kept = self.file.lock();
         if matches!(*kept, StorageState::HandedOver) {
             return Ok(self.guard());
         }
-        if lock(&self.state).forget_unused() {
+        if self.state.lock().forget_unused() {
             *kept = StorageState::Unsaid;
         }
         let has_to_exist = matches!(place, ReservationStorage::Existing(_));
@@ -237,7 +238,7 @@ impl Reservations {
         let (file, registry) = StateFile::load(path)?;
         if !(has_to_exist && file.is_absent()) {
             *kept = StorageState::In(file);
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.persists = true;
             state.set(registry, &self.unregistered);
         }
@@ -245,7 +246,7 @@ impl Reservations {
     }
 
     fn guard(self: &Arc<Self>) -> StorageGuard {
-        lock(&self.state).guard_count += 1;
+        self.state.lock().guard_count += 1;
         StorageGuard(Arc::clone(self))
     }
 
@@ -255,7 +256,7 @@ impl Reservations {
     ///
     /// If the port is attached already.
     pub(crate) fn attach(self: &Arc<Self>, port: PortName) -> Result<Attached, PortInUse> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.attached.iter().any(|other| other.port == port) {
             return Err(PortInUse(port));
         }
@@ -278,7 +279,7 @@ impl Reservations {
     ///
     /// If there is no such service action.
     pub(crate) fn reserve_in(&self, cdb: &[u8; CDB_BYTES]) -> Result<Vec<u8>, Sense> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         report::data(cdb, &state.registry, state.generation, state.persists)
     }
 }
@@ -324,11 +325,11 @@ impl Attached {
         list: &[u8],
     ) -> Result<ReserveEffects, Refusal> {
         let Reservations { file, state, unregistered } = &*self.reservations;
-        let mut file = lock(file);
+        let mut file = file.lock();
         let persists = matches!(*file, StorageState::In(_));
         let request = Request::parse(cdb, list, persists)?;
         let (mut registry, attached) = {
-            let state = lock(state);
+            let state = state.lock();
             let ports: Vec<_> = state.attached.iter().map(|other| other.port).collect();
             (state.registry.clone(), ports)
         };
@@ -337,13 +338,13 @@ impl Attached {
         if let StorageState::In(file) = &mut *file {
             file.save(&registry)?;
         }
-        Ok(lock(state).replace(registry, effects, unregistered))
+        Ok(state.lock().replace(registry, effects, unregistered))
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        lock(&self.reservations.state).attached.retain(|other| other.nexus != self.nexus);
+        self.reservations.state.lock().attached.retain(|other| other.nexus != self.nexus);
     }
 }
 
@@ -353,7 +354,7 @@ pub struct StorageGuard(Arc<Reservations>);
 
 impl Drop for StorageGuard {
     fn drop(&mut self) {
-        lock(&self.0.state).guard_count -= 1;
+        self.0.state.lock().guard_count -= 1;
     }
 }
 
@@ -399,10 +400,6 @@ impl State {
 }
 
 /// Locks even after a panic in here, since no change is left half done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod model;
 #[cfg(test)]

@@ -1,9 +1,11 @@
 //! Waits for tasks to end, on any threads.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
+
+use blockio::executor::Lock;
 
 /// A wait for queues to scan their tasks, and for the found tasks to end.
 #[derive(Default)]
@@ -13,7 +15,7 @@ struct WaitState {
     found: AtomicUsize,
     /// True if a queue with chains that were not popped has stopped, or its ring is bad.
     has_lost: AtomicBool,
-    waker: Mutex<Option<Waker>>,
+    waker: Lock<Option<Waker>>,
 }
 
 /// A queue or task that is awaited. Dropping it marks its end.
@@ -41,7 +43,7 @@ impl Clone for WaitToken {
 impl Drop for WaitToken {
     fn drop(&mut self) {
         if self.0.open.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some(waker) = self.0.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
+            && let Some(waker) = self.0.waker.lock().take()
         {
             waker.wake();
         }
@@ -61,7 +63,7 @@ impl WaitGroup {
 
     /// Ready with the number of tasks found.
     pub(crate) fn poll(&self, cx: &Context<'_>) -> Poll<usize> {
-        *self.0.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
+        *self.0.waker.lock() = Some(cx.waker().clone());
         if self.0.open.load(Ordering::Acquire) > 0 {
             return Poll::Pending;
         }

@@ -14,10 +14,11 @@
 use std::cell::Cell;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
+use blockio::executor::Lock;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 
@@ -60,11 +61,11 @@ struct Registry {
     running: bool,
 }
 
-static REGISTRY: Mutex<Registry> =
-    Mutex::new(Registry { marks: Vec::new(), thread: None, running: false });
+static REGISTRY: Lock<Registry> =
+    Lock::new(Registry { marks: Vec::new(), thread: None, running: false });
 
 fn registry() -> MutexGuard<'static, Registry> {
-    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+    REGISTRY.lock()
 }
 
 thread_local! {

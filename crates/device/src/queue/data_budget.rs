@@ -10,10 +10,11 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
+use blockio::executor::Lock;
 use virtqueue::Chain;
 
 use crate::queue::queue_status::QueueStatus;
@@ -28,7 +29,7 @@ pub(crate) struct DataBudget {
     limit: u64,
     bytes: AtomicU64,
     /// Queues that wait for room, in the order of their arrival.
-    wait_queue: Mutex<WaitQueue>,
+    wait_queue: Lock<WaitQueue>,
 }
 
 #[derive(Default)]
@@ -68,7 +69,7 @@ impl Default for DataBudget {
 
 impl DataBudget {
     pub(crate) fn new(limit: u64) -> Self {
-        Self { limit, bytes: AtomicU64::new(0), wait_queue: Mutex::default() }
+        Self { limit, bytes: AtomicU64::new(0), wait_queue: Lock::default() }
     }
 
     /// Bytes of all counted requests.
@@ -83,17 +84,13 @@ impl DataBudget {
 
     /// Wakes the first queue in line, if there is room.
     fn wake_first(&self) {
-        let wait_queue = self.wait_queue();
+        let wait_queue = self.wait_queue.lock();
         let first = wait_queue.waiting.front().filter(|_| self.has_room());
         let waker = first.map(|(_, waker)| waker.clone());
         drop(wait_queue);
         if let Some(waker) = waker {
             waker.wake();
         }
-    }
-
-    fn wait_queue(&self) -> MutexGuard<'_, WaitQueue> {
-        self.wait_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -113,7 +110,7 @@ impl QueueDataBudget {
     #[cold]
     pub(crate) fn admit(&self, chain: &mut Chain, waker: &Waker) -> bool {
         let ticket = &mut *self.ticket.borrow_mut();
-        let mut wait_queue = self.budget.wait_queue();
+        let mut wait_queue = self.budget.wait_queue.lock();
         let is_first = match ticket {
             Some(ticket) => wait_queue.is_first(ticket.number),
             None => wait_queue.waiting.is_empty(),
@@ -146,7 +143,7 @@ impl QueueDataBudget {
     pub(crate) fn count_zeroes(&self, bytes: u64, waker: &Waker) -> (Counted, bool) {
         let counted = self.count(bytes);
         let ticket = &mut *self.ticket.borrow_mut();
-        let mut wait_queue = self.budget.wait_queue();
+        let mut wait_queue = self.budget.wait_queue.lock();
         let has_room = self.budget.has_room();
         if !has_room && ticket.is_none() {
             *ticket = Some(Ticket::new(&self.budget, &mut wait_queue, waker, true));
@@ -164,7 +161,8 @@ impl QueueDataBudget {
     pub(crate) fn has_room(&self) -> bool {
         let ticket = &mut *self.ticket.borrow_mut();
         let Some(waits) = ticket else { return true };
-        let has_room = self.budget.wait_queue().is_first(waits.number) && self.budget.has_room();
+        let has_room =
+            self.budget.wait_queue.lock().is_first(waits.number) && self.budget.has_room();
         if has_room && waits.is_for_zeroes {
             *ticket = None;
         }
@@ -199,7 +197,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let mut wait_queue = self.budget.wait_queue();
+        let mut wait_queue = self.budget.wait_queue.lock();
         let place = wait_queue.waiting.iter().position(|(number, _)| *number == self.number);
         let left = place.and_then(|place| wait_queue.waiting.remove(place));
         drop(wait_queue);

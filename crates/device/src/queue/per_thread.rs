@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::executor::Lock;
 use blockio::{Io, Remote};
 
 /// The number of the next value in this process.
@@ -16,7 +17,7 @@ type Locations = BTreeMap<u16, (usize, Remote)>;
 
 /// A `T` for each started queue, on the queue's IoThread.
 pub(crate) struct PerThread<T> {
-    locations: Arc<Mutex<Locations>>,
+    locations: Arc<Lock<Locations>>,
     kind: PhantomData<fn(T)>,
 }
 
@@ -31,7 +32,7 @@ impl<T: 'static> PerThread<T> {
     pub(crate) fn insert(&self, index: u16, io: &Io, value: &Rc<T>) {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         io.share(number, value);
-        lock(&self.locations).insert(index, (number, io.remote()));
+        self.locations.lock().insert(index, (number, io.remote()));
     }
 
     /// Posts a call to the IoThread of each queue, made by `call` for the queue's index. The call
@@ -40,7 +41,7 @@ impl<T: 'static> PerThread<T> {
         &self,
         mut call: impl FnMut(u16) -> Box<dyn FnOnce(Option<&T>) + Send>,
     ) {
-        for (&index, &(number, ref thread)) in &*lock(&self.locations) {
+        for (&index, &(number, ref thread)) in &*self.locations.lock() {
             let call = call(index);
             thread.post(move |io| call(io.shared(number).as_deref()));
         }
@@ -48,10 +49,10 @@ impl<T: 'static> PerThread<T> {
 
     /// Forgets values that are gone.
     pub(crate) fn remove_dropped(&self) {
-        for (&index, &(number, ref thread)) in &*lock(&self.locations) {
+        for (&index, &(number, ref thread)) in &*self.locations.lock() {
             let locations = Arc::clone(&self.locations);
             thread.post(move |io| {
-                let mut locations = lock(&locations);
+                let mut locations = locations.lock();
                 if io.shared::<T>(number).is_none()
                     && locations.get(&index).is_some_and(|(last, _)| *last == number)
                 {
@@ -60,8 +61,4 @@ impl<T: 'static> PerThread<T> {
             });
         }
     }
-}
-
-fn lock(locations: &Mutex<Locations>) -> MutexGuard<'_, Locations> {
-    locations.lock().unwrap_or_else(PoisonError::into_inner)
 }

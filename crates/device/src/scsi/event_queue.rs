@@ -3,9 +3,10 @@
 use std::cell::{OnceCell, RefCell};
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use blockio::executor::Lock;
 use blockio::{Io, Remote};
 use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_EVT_RESET_REMOVED, VIRTIO_SCSI_EVT_RESET_RESCAN, VIRTIO_SCSI_T_EVENTS_MISSED,
@@ -38,7 +39,7 @@ struct PendingEvents {
 
 /// The destination of events, for any thread.
 #[derive(Clone, Default)]
-pub(crate) struct EventSink(Arc<Mutex<PendingEvents>>);
+pub(crate) struct EventSink(Arc<Lock<PendingEvents>>);
 
 impl EventSink {
     /// Reports a new unit.
@@ -61,7 +62,7 @@ impl EventSink {
         event[..4].copy_from_slice(&kind.to_le_bytes());
         event[4..12].copy_from_slice(&unit.event_bytes());
         event[12..].copy_from_slice(&reason.to_le_bytes());
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         if waiting.events.len() == EVENTS_MAX {
             waiting.missed = true;
         } else {
@@ -81,19 +82,19 @@ impl EventSink {
 
     /// The events that wait for a buffer, and true if events were missed.
     pub(crate) fn waiting(&self) -> (Vec<Event>, bool) {
-        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = self.0.lock();
         (waiting.events.iter().copied().collect(), waiting.missed)
     }
 
     /// Takes over the pending events of another process.
     pub(crate) fn take_over(&self, (events, missed): (Vec<Event>, bool)) {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         (waiting.events, waiting.missed) = (events.into(), missed);
     }
 
     /// Discards all events: they do not concern the next driver.
     pub(crate) fn clear(&self) {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         waiting.events.clear();
         waiting.missed = false;
     }
@@ -131,7 +132,7 @@ impl EventQueue {
             queues.retain(|(_, queue)| queue.strong_count() > 0);
             queues.push((number, Rc::downgrade(&started)));
         });
-        let mut waiting = sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = sink.0.lock();
         waiting.queue = Some((number, io.remote()));
         started
     }
@@ -139,7 +140,7 @@ impl EventQueue {
     /// Writes pending events into the held chains.
     fn fill_buffers(&self) {
         let Some(queue) = self.ring.get().and_then(Weak::upgrade) else { return };
-        let mut waiting = self.sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.sink.0.lock();
         let mut held = self.held.borrow_mut();
         while waiting.missed || !waiting.events.is_empty() {
             let Some(chain) = held.pop_front() else { break };

@@ -5,8 +5,8 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use blockio::executor::Lock;
 use blockio::executor::Notify;
 
 use super::cdb::{Cdb, Op};
@@ -14,7 +14,7 @@ use crate::unit_address::UnitAddress;
 
 /// The number of waiting commands per unit, in all queues of a device.
 #[derive(Default)]
-pub(crate) struct HeldCommands(Mutex<BTreeMap<UnitAddress, usize>>);
+pub(crate) struct HeldCommands(Lock<BTreeMap<UnitAddress, usize>>);
 
 /// A waiting command, for as long as this exists.
 pub(super) struct HeldGuard<'a> {
@@ -25,38 +25,34 @@ pub(super) struct HeldGuard<'a> {
 impl HeldCommands {
     /// Counts a command that begins to wait.
     pub(super) fn begin(&self, address: UnitAddress) -> HeldGuard<'_> {
-        *self.lock().entry(address).or_default() += 1;
+        *self.0.lock().entry(address).or_default() += 1;
         HeldGuard { commands: self, address }
     }
 
     /// True if no command waits.
     pub(crate) fn is_empty(&self) -> bool {
-        self.lock().is_empty()
+        self.0.lock().is_empty()
     }
 
     /// True if commands wait for this unit.
     pub(crate) fn has_waiters(&self, address: UnitAddress) -> bool {
-        self.lock().contains_key(&address)
+        self.0.lock().contains_key(&address)
     }
 
     /// True if commands wait for a unit of this target.
     pub(crate) fn has_waiters_at_target(&self, target: u8) -> bool {
-        self.lock().keys().any(|unit| unit.target == target)
+        self.0.lock().keys().any(|unit| unit.target == target)
     }
 
     /// The awaited units, each with its number of waiting commands.
     pub(crate) fn all(&self) -> Vec<(UnitAddress, usize)> {
-        self.lock().iter().map(|(unit, commands)| (*unit, *commands)).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<UnitAddress, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().iter().map(|(unit, commands)| (*unit, *commands)).collect()
     }
 }
 
 impl Drop for HeldGuard<'_> {
     fn drop(&mut self) {
-        let mut all = self.commands.lock();
+        let mut all = self.commands.0.lock();
         if let Some(count) = all.get_mut(&self.address) {
             *count -= 1;
         }

@@ -5,12 +5,13 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 #[cfg(test)]
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 
 use blockio::disk::WaitMode;
+use blockio::executor::Lock;
 use blockio::{Disk, Io};
 use virtqueue::AvailIdx;
 
@@ -220,7 +221,7 @@ impl RequestQueue {
 pub(crate) struct RequestQueues {
     queues: PerThread<RequestQueue>,
     /// The progress of the driver, by queue index.
-    avail_idx: Mutex<BTreeMap<u16, AvailIdx>>,
+    avail_idx: Lock<BTreeMap<u16, AvailIdx>>,
 }
 
 impl RequestQueues {
@@ -233,7 +234,7 @@ impl RequestQueues {
         units: Arc<Units>,
     ) -> Rc<RequestQueue> {
         let started = Rc::new(RequestQueue::new(io, queue, units));
-        self.avail_idx().insert(index, queue.avail_idx());
+        self.avail_idx.lock().insert(index, queue.avail_idx());
         self.queues.insert(index, io, &started);
         started
     }
@@ -274,7 +275,7 @@ impl RequestQueues {
     /// have ended.
     pub(crate) fn cover(&self, selector: TaskSelector, treatment: Treatment) -> WaitGroup {
         let (waiting, token) = WaitGroup::new();
-        let avail_idx = self.avail_idx();
+        let avail_idx = self.avail_idx.lock();
         self.queues.post_each(|index| {
             let token: WaitToken = token.clone();
             let until = avail_idx.get(&index).and_then(AvailIdx::load);
@@ -285,10 +286,6 @@ impl RequestQueues {
             })
         });
         waiting
-    }
-
-    fn avail_idx(&self) -> MutexGuard<'_, BTreeMap<u16, AvailIdx>> {
-        self.avail_idx.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,8 +2,9 @@
 //! (SPC-5, sections 6.16 and 6.17).
 
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use blockio::executor::Lock;
 use blockio::{Buffers, Io};
 
 use super::cdb::{Cdb, Op};
@@ -82,7 +83,7 @@ pub(super) async fn reserve_out(
     let moved = list.len();
     let change = local.unit.access.begin_reserve_out().ok_or(Failure::Busy)?;
     let unit = Arc::clone(&local.unit);
-    let result: Arc<Mutex<Option<Result<ReserveEffects, Refusal>>>> = Arc::default();
+    let result: Arc<Lock<Option<Result<ReserveEffects, Refusal>>>> = Arc::default();
     let (op, completer) = io.foreign_op(Buffers::empty());
     let there = Arc::clone(&result);
     let carry_out = move || {
@@ -93,7 +94,7 @@ pub(super) async fn reserve_out(
                 .iter()
                 .for_each(|(nexus, sense)| unit.access.add_attention(*nexus, *sense));
         }
-        *there.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
+        *there.lock() = Some(done);
         drop(unit);
         completer.complete(Ok(0));
     };
@@ -102,7 +103,7 @@ pub(super) async fn reserve_out(
         return Err(Failure::Busy);
     }
     op.await;
-    let done = result.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let done = result.lock().take();
     match done {
         Some(Ok(done)) => {
             end_aborted(&local.unit, &done, task.id()).await;

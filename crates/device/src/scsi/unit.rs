@@ -1,11 +1,12 @@
 //! A logical unit: a disk as seen by initiators.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockio::DiskSource;
 use blockio::disk::DiskInfo;
+use blockio::executor::Lock;
 
 use crate::access::DiskAccess;
 use crate::access::persist::{Attached, PortInUse, PortName};
@@ -91,7 +92,7 @@ pub(crate) struct Unit {
 /// holding the disk.
 #[derive(Default)]
 pub(crate) struct Attentions {
-    waiting: Mutex<VecDeque<Sense>>,
+    waiting: Lock<VecDeque<Sense>>,
     count: AtomicUsize,
 }
 
@@ -179,7 +180,7 @@ impl Unit {
 impl Attentions {
     /// Adds an attention.
     pub(crate) fn add(&self, sense: Sense) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         // A reset covers all other attentions (SAM-6, section 5.14.1).
         if sense.is_reset() {
             waiting.clear();
@@ -208,7 +209,7 @@ impl Attentions {
 
     /// Takes the first attention, which counts as delivered.
     pub(crate) fn take(&self) -> Option<Sense> {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         let sense = waiting.pop_front();
         self.count.store(waiting.len(), Ordering::Relaxed);
         sense
@@ -217,7 +218,7 @@ impl Attentions {
     /// Puts back an attention that was not delivered after all, as the first one. All other
     /// attentions stay. A reset that arrived in the meantime covers it.
     pub(crate) fn put_back(&self, sense: Sense) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         let is_covered = waiting.contains(&sense) || waiting.iter().any(|other| other.is_reset());
         if !is_covered && waiting.len() < ATTENTIONS_MAX {
             waiting.push_front(sense);
@@ -227,25 +228,21 @@ impl Attentions {
 
     /// The codes of all pending attentions.
     pub(crate) fn pending_codes(&self) -> Vec<[u8; 2]> {
-        self.waiting().iter().map(|sense| sense.code).collect()
+        self.waiting.lock().iter().map(|sense| sense.code).collect()
     }
 
     /// Replaces all attentions by the codes of another process.
     pub(crate) fn take_over(&self, codes: &[[u8; 2]]) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         *waiting = codes.iter().map(|code| Sense::attention(*code)).collect();
         self.count.store(waiting.len(), Ordering::Relaxed);
     }
 
     /// Removes an attention that the initiator learned of in another way.
     pub(crate) fn remove(&self, sense: Sense) {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         waiting.retain(|other| *other != sense);
         self.count.store(waiting.len(), Ordering::Relaxed);
-    }
-
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<Sense>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

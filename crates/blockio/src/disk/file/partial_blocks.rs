@@ -6,17 +6,18 @@
 
 use std::future::poll_fn;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::Poll;
 
 use crate::executor::notify::Notify;
+use crate::executor::sync::Lock;
 
 /// The blocks of a file that are being written or waited for.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     /// Bytes of a block: a power of two.
     bytes: u64,
-    claims: Mutex<Claims>,
+    claims: Lock<Claims>,
     /// Wakes claims that wait, by their ranges, when a claim that they overlap ends.
     ended: Notify<Range<u64>>,
 }
@@ -43,7 +44,7 @@ pub(crate) struct Claimed {
 
 impl Blocks {
     pub(crate) fn new(bytes: u32) -> Self {
-        Self { bytes: u64::from(bytes), claims: Mutex::default(), ended: Notify::default() }
+        Self { bytes: u64::from(bytes), claims: Lock::default(), ended: Notify::default() }
     }
 
     /// Claims the blocks that `len` bytes from `offset` touch. Waits for earlier claims that
@@ -52,21 +53,17 @@ impl Blocks {
         let start = offset & !(self.bytes - 1);
         // The end is on the disk, which is made of whole blocks.
         let end = (offset + len).next_multiple_of(self.bytes);
-        let (id, is_first) = self.claims().add(start..end);
+        let (id, is_first) = self.claims.lock().add(start..end);
         let claimed = Claimed { blocks: Arc::clone(self), id };
         if !is_first {
             let listener = self.ended.listener_with(start..end);
             poll_fn(|cx| {
                 listener.listen(cx);
-                if self.claims().is_first(id) { Poll::Ready(()) } else { Poll::Pending }
+                if self.claims.lock().is_first(id) { Poll::Ready(()) } else { Poll::Pending }
             })
             .await;
         }
         claimed
-    }
-
-    fn claims(&self) -> MutexGuard<'_, Claims> {
-        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -100,7 +97,7 @@ impl Claim {
 
 impl Drop for Claimed {
     fn drop(&mut self) {
-        let gone = self.blocks.claims().remove(self.id);
+        let gone = self.blocks.claims.lock().remove(self.id);
         if let Some(gone) = gone {
             self.blocks.ended.notify_where(|waiting| gone.overlaps(waiting));
         }
@@ -149,7 +146,7 @@ mod tests {
         assert!(poll(&mut behind, &wakes).is_none(), "it came later");
         drop(both);
         assert!(poll(&mut behind, &wakes).is_some());
-        assert!(blocks.claims().list.is_empty());
+        assert!(blocks.claims.lock().list.is_empty());
     }
 
     #[test]

@@ -3,11 +3,12 @@
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::{fmt, io};
 
 use super::sysfs;
+use crate::executor::sync::Lock;
 
 /// The end of a regular file as the last probe saw it. A write beyond it would lengthen a file that
 /// was cut while in use, and zeroes would replace the data that is gone.
@@ -17,7 +18,7 @@ pub(crate) struct FileEnd {
     block_bytes: u64,
     bytes: AtomicU64,
     /// The number of times that the size of the disk has changed.
-    changes: Mutex<u64>,
+    changes: Lock<u64>,
 }
 
 /// Stands for an end that no probe has seen since the disk got its size.
@@ -26,7 +27,7 @@ const UNSEEN: u64 = u64::MAX;
 impl FileEnd {
     pub(crate) fn unseen(block_bytes: u32) -> Self {
         let block_bytes = block_bytes.into();
-        Self { block_bytes, bytes: AtomicU64::new(UNSEEN), changes: Mutex::default() }
+        Self { block_bytes, bytes: AtomicU64::new(UNSEEN), changes: Lock::default() }
     }
 
     /// Returns true if a range goes beyond the end.
@@ -42,14 +43,14 @@ impl FileEnd {
 
     /// Makes the end unknown until the next probe: the disk gets, or has got, another size.
     pub(crate) fn invalidate(&self) {
-        let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changes = self.changes.lock();
         *changes += 1;
         self.bytes.store(UNSEEN, Ordering::Relaxed);
     }
 
     /// Stores the result of a probe, unless the disk has got another size since the probe began.
     fn probe<E>(&self, probe: impl FnOnce() -> Result<u64, E>) -> Result<u64, E> {
-        let changes = || self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let changes = || self.changes.lock();
         let before = *changes();
         let len = probe()?;
         let now = changes();

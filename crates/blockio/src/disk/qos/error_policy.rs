@@ -1,8 +1,9 @@
 //! The treatment of requests that a disk fails: reported, retried, or held.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use crate::executor::sync::Lock;
 
 /// The treatment of failed requests. Always reported are requests that could not succeed, such as
 /// one beyond the end of the disk, failed flushes, and writes with data that may be lost.
@@ -88,7 +89,7 @@ pub(crate) enum WaitReason {
 
 /// The requests of a disk that wait because it failed them.
 #[derive(Debug, Default)]
-pub(crate) struct RetryStats(Mutex<State>);
+pub(crate) struct RetryStats(Lock<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -118,19 +119,19 @@ impl State {
 impl RetryStats {
     /// The reason for which requests wait now, and since when. Held requests take precedence.
     pub(crate) fn current(&self) -> Option<(WaitReason, Instant)> {
-        let state = self.state();
+        let state = self.0.lock();
         let waiting = [(WaitReason::Held, state.held), (WaitReason::Retried, state.retried)];
         waiting.into_iter().find_map(|(why, waiting)| Some((why, waiting.since?)))
     }
 
     /// The number of requests that have waited so far, and the errno of the last.
     pub(crate) fn totals(&self) -> (u64, Option<i32>) {
-        let state = self.state();
+        let state = self.0.lock();
         (state.count, state.errno)
     }
 
     fn begin(&self, why: WaitReason, errno: i32, now: Instant) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         state.count += 1;
         state.errno = Some(errno);
         let waiting = state.count_mut(why);
@@ -139,16 +140,12 @@ impl RetryStats {
     }
 
     fn end(&self, why: WaitReason) {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         let waiting = state.count_mut(why);
         waiting.now -= 1;
         if waiting.now == 0 {
             waiting.since = None;
         }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

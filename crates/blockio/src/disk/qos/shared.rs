@@ -1,7 +1,7 @@
 //! State of a disk that may change while it is in use, for all its users.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::error_policy::{ErrorPolicy, RetryStats};
 use super::limits::{Buckets, Limits};
@@ -10,6 +10,7 @@ use crate::disk::info::DiskInfo;
 use crate::error::Error;
 use crate::executor::notify::Notify;
 use crate::executor::semaphore::FairSemaphore;
+use crate::executor::sync::Lock;
 
 /// The changing state of a disk, written by its controller and read by its IoThreads with each
 /// request. Nothing else depends on a size, so no order is needed: a request is checked by the old
@@ -25,7 +26,7 @@ pub(crate) struct Shared {
     probes: AtomicU64,
     found_by_probe: AtomicU64,
     /// The rules. Queues keep references to them.
-    rules: Mutex<Arc<Rules>>,
+    rules: Lock<Arc<Rules>>,
     /// The number of changes of the rules.
     generation: AtomicU64,
     /// The number of orders to retry waiting requests.
@@ -59,7 +60,7 @@ impl Shared {
             direct_bytes: AtomicU64::new(size_bytes),
             probes: AtomicU64::new(0),
             found_by_probe: AtomicU64::new(0),
-            rules: Mutex::default(),
+            rules: Lock::default(),
             generation: AtomicU64::new(0),
             resumed: AtomicU64::new(0),
             changed: Notify::default(),
@@ -100,7 +101,7 @@ impl Shared {
 
     /// Takes over the size that a probe has found, unless a later probe has found one.
     pub(crate) fn finish_probe(&self, probe: u64, size_bytes: u64) {
-        let rules = self.lock();
+        let rules = self.rules.lock();
         if probe >= self.found_by_probe.load(Ordering::Relaxed) {
             self.found_by_probe.store(probe, Ordering::Relaxed);
             self.size_bytes.store(size_bytes, Ordering::Relaxed);
@@ -120,15 +121,15 @@ impl Shared {
     /// The rules, and the generation that they have at least.
     pub(crate) fn rules(&self) -> (u64, Arc<Rules>) {
         let generation = self.generation();
-        (generation, Arc::clone(&self.lock()))
+        (generation, Arc::clone(&self.rules.lock()))
     }
 
     pub(crate) fn limits(&self) -> Limits {
-        self.lock().limits
+        self.rules.lock().limits
     }
 
     pub(crate) fn group(&self) -> Option<LimitGroup> {
-        self.lock().group.clone()
+        self.rules.lock().group.clone()
     }
 
     pub(crate) fn set_limits(&self, limits: Limits) {
@@ -142,11 +143,11 @@ impl Shared {
 
     /// Like [`LimitGroup::debts`], for the limits of the disk itself.
     pub(crate) fn debts(&self) -> Vec<u64> {
-        debts(self.lock().own.as_ref())
+        debts(self.rules.lock().own.as_ref())
     }
 
     pub(crate) fn set_debts(&self, debts: &[u64]) {
-        set_debts(self.lock().own.as_ref(), debts);
+        set_debts(self.rules.lock().own.as_ref(), debts);
     }
 
     pub(crate) fn set_errors(&self, errors: ErrorPolicy) {
@@ -172,7 +173,7 @@ impl Shared {
     }
 
     fn change(&self, change: impl FnOnce(&mut Rules)) {
-        let mut rules = self.lock();
+        let mut rules = self.rules.lock();
         change(Arc::make_mut(&mut rules));
         self.set_direct(&rules);
         self.generation.fetch_add(1, Ordering::Release);
@@ -184,10 +185,6 @@ impl Shared {
         let is_direct = rules.own.is_none() && rules.shared.is_none();
         let direct_bytes = if is_direct { self.size_bytes() } else { 0 };
         self.direct_bytes.store(direct_bytes, Ordering::Relaxed);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Arc<Rules>> {
-        self.rules.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -208,7 +205,7 @@ fn buckets(limits: &Limits) -> Option<Arc<Buckets>> {
 /// Limits that several disks share. Each waiting disk has its turn, regardless of the load on the
 /// rest, and so has each queue of a disk. Clones are the same group.
 #[derive(Debug, Clone, Default)]
-pub struct LimitGroup(Arc<Mutex<Group>>);
+pub struct LimitGroup(Arc<Lock<Group>>);
 
 #[derive(Debug, Default)]
 struct Group {
@@ -221,7 +218,7 @@ impl LimitGroup {
     /// The limits, for all disks of the group together.
     #[must_use]
     pub fn limits(&self) -> Limits {
-        self.lock().limits
+        self.0.lock().limits
     }
 
     /// Changes the limits, also for requests that wait.
@@ -231,7 +228,7 @@ impl LimitGroup {
     /// If they are [invalid](Limits::check).
     pub fn set_limits(&self, limits: Limits) -> Result<(), Error> {
         limits.check()?;
-        let mut group = self.lock();
+        let mut group = self.0.lock();
         if group.limits != limits {
             group.limits = limits;
             group.buckets = buckets(&limits);
@@ -248,34 +245,31 @@ impl LimitGroup {
     /// group. Empty without limits.
     #[must_use]
     pub fn debts(&self) -> Vec<u64> {
-        debts(self.lock().buckets.as_ref())
+        debts(self.0.lock().buckets.as_ref())
     }
 
     /// Makes requests wait as long as in a process that had these [debts](Self::debts) with the
     /// same limits.
     pub fn set_debts(&self, debts: &[u64]) {
-        set_debts(self.lock().buckets.as_ref(), debts);
+        set_debts(self.0.lock().buckets.as_ref(), debts);
     }
 
     /// Returns true if a disk that is in use is in the group.
     #[must_use]
     pub fn has_members(&self) -> bool {
-        self.lock().members.iter().any(|member| member.strong_count() > 0)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Group> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().members.iter().any(|member| member.strong_count() > 0)
     }
 }
 
 /// Makes a disk a member of this group, and of no other.
 pub(crate) fn join(shared: &Arc<Shared>, group: Option<&LimitGroup>) {
-    let before = shared.lock().group.clone();
+    let before = shared.rules.lock().group.clone();
     if let Some(before) = before {
-        before.lock().members.retain(|member| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared)));
+        let is_other = |member: &Weak<Shared>| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared));
+        before.0.lock().members.retain(is_other);
     }
     // The group stays locked, so that its limits do not change in between.
-    let mut locked = group.map(LimitGroup::lock);
+    let mut locked = group.map(|group| group.0.lock());
     if let Some(group) = &mut locked {
         group.members.retain(|member| member.strong_count() > 0);
         group.members.push(Arc::downgrade(shared));

@@ -234,7 +234,7 @@ fn where_reservations_are_kept_is_open_again_when_nobody_needs_them() {
         ReservationStorage::Shared(None),
     ] {
         let reservations = Arc::<Reservations>::default();
-        let persists = || lock(&reservations.state).persists;
+        let persists = || reservations.state.lock().persists;
         let kept = reservations.store_in(first.clone()).unwrap();
         assert!(reservations.store_in(chosen(&other)).is_err(), "{first:?}");
         let nexus = reservations.attach(PORTS[0]).unwrap();
