@@ -116,9 +116,17 @@ pub struct PacingConfig {
     pub limit_min: usize,
 }
 
+impl PacingConfig {
+    /// No pacing, for measurement: no number of convoys starts a trial.
+    pub const OFF: Self = Self { convoys: u32::MAX, ..Self::ON };
+
+    const ON: Self =
+        Self { convoy_min: 6, convoys: 16, span_ops: 1024, period_ops: 128 * 1024, limit_min: 4 };
+}
+
 impl Default for PacingConfig {
     fn default() -> Self {
-        Self { convoy_min: 6, convoys: 16, span_ops: 1024, period_ops: 128 * 1024, limit_min: 4 }
+        Self::ON
     }
 }
 
@@ -207,6 +215,14 @@ pub struct IoThreadConfig {
     /// For measurement: false leaves out the harvest right after each submit, so that completions
     /// are found only when the kernel wakes the loop.
     pub harvest_on_submit: bool,
+    /// For measurement: false makes Linux AIO announce each completion through its eventfd, even of
+    /// a device that completes its ops within the submit.
+    pub omits_announcements: bool,
+    /// For measurement: false makes busy-polling post completions that io_uring has deferred at
+    /// once, instead of letting them gather.
+    pub gathers_completions: bool,
+    /// For measurement: false makes a wait for polled ops poll all the time, without pauses.
+    pub pauses: bool,
     /// For measurement: the most ops that one submit gives to the kernel, at least 1.
     pub submit_max: u32,
 }
@@ -224,6 +240,9 @@ impl Default for IoThreadConfig {
             bounce: BounceConfig::default(),
             pacing: PacingConfig::default(),
             harvest_on_submit: true,
+            omits_announcements: true,
+            gathers_completions: true,
+            pauses: true,
             submit_max: u32::MAX,
         }
     }

@@ -352,9 +352,7 @@ impl ServeArgs {
             poll_max: self.poll_limits().max(),
             poll_budget_percent: u32::from(self.poll_budget),
             slice: Duration::from_micros(self.slice_us.into()),
-            harvest_on_submit: self.switches.harvest_on_submit.is_on(),
-            submit_max: if self.switches.submit_batch.is_on() { u32::MAX } else { 1 },
-            ..IoThreadConfig::default()
+            ..self.switches.io_thread_config()
         }
     }
 }

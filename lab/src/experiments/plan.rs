@@ -47,7 +47,7 @@ pub(super) struct Cell {
 impl Cell {
     /// The name, such as `2/zram/daemon/aio/randread-4k-128-in-flight`.
     pub(super) fn name(&self) -> String {
-        let load = self.load.name.replace(", ", "-").replace(' ', "-");
+        let load = self.load_and_option().replace(", ", "-").replace(' ', "-");
         let Self { experiment, target, through, engine, .. } = self;
         let through = through.to_string().replace(' ', "-");
         format!("{experiment}/{target}/{through}/{engine}/{load}")
@@ -89,6 +89,8 @@ impl Cell {
         match self.off {
             POLL_OFF => ", busy-poll",
             SUBMIT_OFF => ", submit",
+            PACING_OFF => ", pacing",
+            GRACE_OFF => ", grace",
             _ => "",
         }
     }
@@ -122,7 +124,7 @@ pub(super) struct Experiment {
     pub(super) sides: &'static str,
 }
 
-pub(super) const EXPERIMENTS: [Experiment; 5] = [
+pub(super) const EXPERIMENTS: [Experiment; 6] = [
     Experiment {
         number: 1,
         title: "The completion ring read in userspace",
@@ -168,6 +170,15 @@ pub(super) const EXPERIMENTS: [Experiment; 5] = [
     },
     Experiment {
         number: 5,
+        title: "Ops kept back, completions that gather, and eventfds left out",
+        tests: "A loop device completes many operations together. Does keeping some back, or \
+                letting completions gather before a system call posts them, make it faster? \
+                Does a disk that completes within the submit gain without eventfd writes?",
+        credit: "Ringhaul.",
+        sides: "off: --pacing off, --grace off, or --omit-announcements off; on: the default",
+    },
+    Experiment {
+        number: 6,
         title: "Everything off against everything on",
         tests: "What do all of these do together, in the daemon?",
         credit: "All of the above.",
@@ -218,6 +229,9 @@ const SUBMIT_OFF: Switches = &["--submit-batch", "off"];
 const SUBMIT_ON: Switches = &["--submit-batch", "on"];
 const POLL_OFF: Switches = &["--poll-max-us", "0"];
 const POLL_ON: Switches = &["--poll-max-us", "64"];
+const PACING_OFF: Switches = &["--pacing", "off"];
+const GRACE_OFF: Switches = &["--grace", "off"];
+const ANNOUNCEMENTS_ON: Switches = &["--omit-announcements", "off"];
 const ALL_OFF: Switches = &[
     "--completion-ring",
     "getevents",
@@ -268,9 +282,19 @@ pub(super) fn wanted(pattern: &str) -> Vec<Cell> {
         let engines: &[_] = if target == Target::Null { &["auto"] } else { &ENGINES };
         for engine in engines {
             for load in [DEPTH_64, DEPTH_1] {
-                add(5, target, Through::Daemon, engine, load, (ALL_OFF, ALL_ON));
+                add(6, target, Through::Daemon, engine, load, (ALL_OFF, ALL_ON));
             }
         }
+    }
+    for (target, engine, off) in [
+        (Target::Loop, "aio", PACING_OFF),
+        (Target::File, "aio", PACING_OFF),
+        (Target::Loop, "io_uring", PACING_OFF),
+        (Target::Loop, "io_uring", GRACE_OFF),
+        (Target::File, "io_uring", GRACE_OFF),
+        (Target::Zram, "aio", ANNOUNCEMENTS_ON),
+    ] {
+        add(5, target, Through::Daemon, engine, DEPTH_64, (off, ALL_ON));
     }
     add(4, Target::Null, Through::IdleDaemon, "auto", IDLE, (POLL_OFF, POLL_ON));
     cells.retain(|cell| cell.name().contains(pattern));

@@ -79,7 +79,9 @@ impl Aio {
             queued: VecDeque::new(),
             in_kernel: 0,
             retry: Retry::default(),
-            announcements: Announcements::new(config.harvest_on_submit),
+            announcements: Announcements::new(
+                config.harvest_on_submit && config.omits_announcements,
+            ),
             iocbs: Vec::new(),
             iocb_addresses: Vec::new(),
         })

@@ -63,6 +63,8 @@ pub(crate) struct IoUring {
     deferred_since: Option<Instant>,
     /// True if devices can discard through the ring (Linux 6.12).
     has_discard: bool,
+    gathers_completions: bool,
+    pauses: bool,
 }
 
 impl IoUring {
@@ -87,6 +89,8 @@ impl IoUring {
             watches: Watches::default(),
             files: FixedFiles::default(),
             deferred_since: None,
+            gathers_completions: config.gathers_completions,
+            pauses: config.pauses,
         })
     }
 
@@ -281,6 +285,9 @@ impl IoUring {
     }
 
     fn grace(&self) -> Duration {
+        if !self.gathers_completions {
+            return Duration::ZERO;
+        }
         let ops = fits(self.main.in_kernel().min(GRACE_OPS), "a number of ops");
         GRACE_FOR_EACH * ops
     }
@@ -425,7 +432,8 @@ impl IoUring {
                 return Ok(());
             }
             let part = (now - since) / PAUSE_PART;
-            pause = if part < PAUSE_MIN { Duration::ZERO } else { part.min(PAUSE_MAX) };
+            pause =
+                if !self.pauses || part < PAUSE_MIN { Duration::ZERO } else { part.min(PAUSE_MAX) };
         }
     }
 }

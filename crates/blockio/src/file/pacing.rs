@@ -150,8 +150,19 @@ mod tests {
     /// requests. Returns the number of ops done in `micros` steps of a microsecond, and the pacing
     /// at the end.
     fn drive(depth: usize, of_all: u64, of_each: u64, pause: u64, micros: u64) -> (usize, Pacing) {
+        let pacing = Pacing::new(PacingConfig::default());
+        drive_with(pacing, depth, of_all, of_each, pause, micros)
+    }
+
+    fn drive_with(
+        mut pacing: Pacing,
+        depth: usize,
+        of_all: u64,
+        of_each: u64,
+        pause: u64,
+        micros: u64,
+    ) -> (usize, Pacing) {
         let start = Instant::now();
-        let mut pacing = Pacing::new(PacingConfig::default());
         let (mut queued, mut in_kernel, mut done) = (depth, 0, 0);
         let (mut disk_ends, mut client_comes) = (0, Vec::new());
         for at in 0..micros {
@@ -188,6 +199,12 @@ mod tests {
         let (done, _) = drive(64, 5, 8, 90, 3_000_000);
         let (taking_turns, of_disk) = (3_000_000 * 64 / (512 + 95), 3_000_000 / 8);
         assert!(done > taking_turns * 110 / 100, "{done} of {of_disk}, {taking_turns} in turns");
+    }
+
+    #[test]
+    fn nothing_is_kept_back_without_pacing() {
+        let (_, pacing) = drive_with(Pacing::new(PacingConfig::OFF), 64, 5, 8, 90, 600_000);
+        assert!(pacing.watched.is_some() && !pacing.is_limited(), "a trial has begun");
     }
 
     #[test]

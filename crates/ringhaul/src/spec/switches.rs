@@ -2,6 +2,8 @@
 
 use std::num::NonZeroU16;
 
+use blockio::IoThreadConfig;
+use blockio::config::PacingConfig;
 use clap::Args;
 use ringhaul_options::{CompletionRingChoice, OnOff};
 
@@ -19,6 +21,21 @@ pub struct Switches {
     /// Check for completions right after each submit; off: only when the kernel wakes the loop.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub harvest_on_submit: OnOff,
+    /// Keep operations back from a disk that completes all of them together, if it is faster that
+    /// way; off: never.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub pacing: OnOff,
+    /// Let a device that completes operations within the submit do so without writes to an
+    /// eventfd (engine aio); off: one write for each operation.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub omit_announcements: OnOff,
+    /// While busy-polling, let completions of io_uring gather before the system call that posts
+    /// them; off: post them at once.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub grace: OnOff,
+    /// Sleep between checks of a device that --iopoll polls; off: check all the time.
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub poll_pause: OnOff,
     /// Submit operations together; off: one by one.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub submit_batch: OnOff,
@@ -35,10 +52,68 @@ pub struct Switches {
     pub run_max: Option<NonZeroU16>,
 }
 
+impl Switches {
+    /// The configuration of an IoThread: defaults, without the optimisations that are off.
+    #[must_use]
+    pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
+        let default = IoThreadConfig::default();
+        IoThreadConfig {
+            pacing: if self.pacing.is_on() { default.pacing } else { PacingConfig::OFF },
+            harvest_on_submit: self.harvest_on_submit.is_on(),
+            omits_announcements: self.omit_announcements.is_on(),
+            gathers_completions: self.grace.is_on(),
+            pauses: self.poll_pause.is_on(),
+            submit_max: if self.submit_batch.is_on() { u32::MAX } else { 1 },
+            ..default
+        }
+    }
+}
+
 fn parse_run_max(text: &str) -> Result<NonZeroU16, String> {
     // A text that is no number is out of range too.
     let number = text.parse().unwrap_or(0);
     NonZeroU16::new(number)
         .filter(|number| *number <= RUN_MAX)
         .ok_or_else(|| "it must be a number from 1 to 1024".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::FromArgMatches as _;
+
+    use super::*;
+
+    /// The configuration with one switch off.
+    fn without(option: &str) -> IoThreadConfig {
+        let command = Switches::augment_args(clap::Command::new("serve"));
+        let matches = command.try_get_matches_from(["serve", option, "off"]).unwrap();
+        Switches::from_arg_matches(&matches).unwrap().io_thread_config()
+    }
+
+    #[test]
+    fn each_switch_disables_its_optimisation_alone() {
+        let facts = |config: IoThreadConfig| {
+            [
+                config.pacing != PacingConfig::OFF,
+                config.harvest_on_submit,
+                config.omits_announcements,
+                config.gathers_completions,
+                config.pauses,
+                config.submit_max > 1,
+            ]
+        };
+        let options = [
+            "--pacing",
+            "--harvest-on-submit",
+            "--omit-announcements",
+            "--grace",
+            "--poll-pause",
+            "--submit-batch",
+        ];
+        for (at, option) in options.into_iter().enumerate() {
+            let mut expected = [true; 6];
+            expected[at] = false;
+            assert_eq!(facts(without(option)), expected, "{option}");
+        }
+    }
 }
