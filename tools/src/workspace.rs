@@ -2,13 +2,21 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 
 /// The folder of the root `Cargo.toml`.
 pub fn root() -> &'static Path {
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    manifest.parent().unwrap_or(manifest)
+    static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
+        let built = env!("CARGO_MANIFEST_DIR");
+        // Two checkouts may share a target directory: cargo names the one that it runs for.
+        let run = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_else(|_| built.to_owned());
+        let is_root = |folder: &&Path| folder.join("tools/src/workspace.rs").is_file();
+        let found = [run.as_str(), built].map(|folder| Path::new(folder).ancestors().find(is_root));
+        found.into_iter().flatten().next().unwrap_or(Path::new(built)).to_owned()
+    });
+    &ROOT
 }
 
 /// Returns cargo's target directory, as the environment or the configuration sets it.

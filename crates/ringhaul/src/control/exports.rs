@@ -184,8 +184,8 @@ impl Exports {
         served.or_else(|| Some(&mut closing.find(|closing| closing.id() == id)?.changing))
     }
 
-    /// Adds a unit to an export, as requested at `asked`. Returns the disk, for the caller to close,
-    /// if the export has ended.
+    /// Adds a unit to an export, as requested at `asked`. If the export has ended, returns the
+    /// disk, for the caller to close.
     pub(super) fn add_unit(
         &mut self,
         id: u64,

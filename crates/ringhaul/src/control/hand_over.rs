@@ -34,8 +34,8 @@ pub(super) enum HandOver {
 }
 
 impl HandOver {
-    /// Returns true if orders of this kind have to wait for the end of the hand-over. Orders that end exports
-    /// cancel the hand-over first, as long as the exports are this process's to end.
+    /// Returns true if orders of this kind have to wait for the end of the hand-over. Orders that
+    /// end exports cancel the hand-over first, as long as the exports are this process's to end.
     pub(super) fn holds(&self, kind: OrderKind) -> bool {
         match (self, kind) {
             (_, OrderKind::Query | OrderKind::HandOver) | (Self::Resuming(_), _) => false,
