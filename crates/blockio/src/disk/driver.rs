@@ -82,15 +82,15 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         None
     }
 
-    /// See [`DiskHandOver::inherit`](super::DiskHandOver::inherit).
+    /// See [`DiskHandOver::inherit`](super::hand_over::DiskHandOver::inherit).
     fn inherit(&self, loss: Option<i32>, is_flushed: bool);
 
-    /// See [`DiskHandOver::is_flushed`](super::DiskHandOver::is_flushed).
+    /// See [`DiskHandOver::is_flushed`](super::hand_over::DiskHandOver::is_flushed).
     fn is_flushed(&self) -> bool {
         false
     }
 
-    /// See [`DiskHandOver::may_still_change`](super::DiskHandOver::may_still_change).
+    /// See [`DiskHandOver::may_still_change`](super::hand_over::DiskHandOver::may_still_change).
     fn may_still_change(&self) -> bool {
         false
     }
@@ -98,18 +98,18 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
     /// See [`DiskSource::abandon`](super::DiskSource::abandon).
     fn abandon(&self);
 
-    /// See [`DiskHandOver::is_written_back`](super::DiskHandOver::is_written_back). A layer passes it
-    /// on.
+    /// See [`DiskHandOver::is_written_back`](super::hand_over::DiskHandOver::is_written_back). A
+    /// layer passes it on.
     fn is_written_back(&self) -> bool {
         true
     }
 
-    /// See [`DiskHandOver::write_back`](super::DiskHandOver::write_back).
+    /// See [`DiskHandOver::write_back`](super::hand_over::DiskHandOver::write_back).
     fn write_back(&self) -> Result<(), Error> {
         Ok(())
     }
 
-    /// See [`DiskHandOver::release_lock`](super::DiskHandOver::release_lock).
+    /// See [`DiskHandOver::release_lock`](super::hand_over::DiskHandOver::release_lock).
     fn release_lock(&self) {}
 
     /// A probe that notices another size.

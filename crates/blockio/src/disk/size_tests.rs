@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use futures_util::future::join;
 use iomem::Buffers;
 
+use super::hand_over::DiskHandOver;
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::testing::RemoteStub;

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use blockio::disk::DiskHandOver;
+use blockio::disk::hand_over::DiskHandOver;
 use blockio::testing::{Event, RemoteStub};
 use blockio::{Disk, DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;

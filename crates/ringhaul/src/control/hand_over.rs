@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockio::DiskSource;
-use blockio::disk::DiskHandOver;
+use blockio::disk::hand_over::DiskHandOver;
 use device::oneshot;
 use vhost_user::{PassedFds, Session};
 

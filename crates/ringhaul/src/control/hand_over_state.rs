@@ -83,7 +83,7 @@ pub(crate) struct Described {
 pub(crate) struct Paused {
     pub(crate) exports: Vec<ExportProgress>,
     pub(crate) fds: PassedFds,
-    /// Disks that are to be [written back](blockio::disk::DiskHandOver::write_back).
+    /// Disks that are to be [written back](blockio::disk::hand_over::DiskHandOver::write_back).
     pub(crate) disks: Vec<DiskSource>,
     /// The time at which the first queue was told to stop.
     pub(crate) since: Instant,

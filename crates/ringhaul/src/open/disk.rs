@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockio::disk::{DiskHandOver, Folder};
+use blockio::disk::Folder;
+use blockio::disk::hand_over::DiskHandOver;
 use blockio::{DiskOptions, DiskSource};
 use disks::rbd::RbdImage;
 use rustix::fs::{OFlags, fcntl_getfl};
