@@ -33,9 +33,9 @@ use crate::events::{Events, QueueFault};
 use crate::stats::{QueueStats, RequestKind};
 use batching::{Batching, QueueState, Run};
 use buffer_budget::ListBudget;
-use call_watch::Caller;
-use data_budget::QueueDataBudget;
-use ordered_completion::OrderedCompletion;
+use call_watch::{Caller, Eventfds};
+use data_budget::{Budgets, QueueDataBudget};
+use ordered_completion::{OrderedCompletion, PushHooks};
 use queue_setup::{QueueOptions, QueueSetup, StartError, Stop};
 use queue_status::{PendingCommand, QueueStatus, QueueView};
 use request_barrier::RequestBarrier;
@@ -112,21 +112,6 @@ pub(crate) struct Queue {
     reports: Reports,
 }
 
-/// The eventfds of a queue, and the means to write to them.
-struct Eventfds {
-    /// For the reactor, which takes it.
-    kick: Cell<Option<OwnedFd>>,
-    call: RefCell<Option<OwnedFd>>,
-    err: RefCell<Option<OwnedFd>>,
-    caller: Caller,
-}
-
-/// Limits on the memory of popped chains.
-struct Budgets {
-    lists: ListBudget,
-    data: QueueDataBudget,
-}
-
 /// The side of a queue that other threads see and command.
 struct Control {
     status: Arc<QueueStatus>,
@@ -149,16 +134,6 @@ struct Flags {
     halted: Cell<bool>,
     /// No further chains are taken, so available chains do not count as work.
     stopping: Cell<bool>,
-}
-
-/// The slow path of a push.
-struct PushHooks {
-    /// A push takes this path: a barrier counts answers, answers are in order, or each has its own
-    /// notify.
-    are_due: Cell<bool>,
-    in_order: OrderedCompletion,
-    /// False: each pushed element has its own notify.
-    notify_batch: bool,
 }
 
 /// The receivers of events and counts.

@@ -11,7 +11,7 @@
 //!
 //! A VMM that embeds the device does not need this for its own eventfds, and starts no watch.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, MutexGuard, Weak};
@@ -80,6 +80,15 @@ thread_local! {
 /// make this thread wait.
 pub fn prepare_calls() -> io::Result<()> {
     ADDER.with(|adder| adder.as_ref().map(|_| ()).map_err(|errno| (*errno).into()))
+}
+
+/// The eventfds of a queue, and the means to write to them.
+pub(crate) struct Eventfds {
+    /// For the reactor, which takes it.
+    pub(crate) kick: Cell<Option<OwnedFd>>,
+    pub(crate) call: RefCell<Option<OwnedFd>>,
+    pub(crate) err: RefCell<Option<OwnedFd>>,
+    pub(crate) caller: Caller,
 }
 
 /// Makes the calls of one queue, on the thread that created it.

@@ -17,6 +17,7 @@ use std::task::Waker;
 use blockio::executor::Lock;
 use virtqueue::Chain;
 
+use crate::queue::buffer_budget::ListBudget;
 use crate::queue::queue_status::QueueStatus;
 
 /// Requests of up to this many bytes do not count. The fullest ring has 128 MiB of them.
@@ -59,6 +60,12 @@ pub(crate) struct Counted {
     budget: Arc<DataBudget>,
     status: Arc<QueueStatus>,
     bytes: u64,
+}
+
+/// Limits on the memory of popped chains.
+pub(crate) struct Budgets {
+    pub(crate) lists: ListBudget,
+    pub(crate) data: QueueDataBudget,
 }
 
 impl Default for DataBudget {

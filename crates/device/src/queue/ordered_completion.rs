@@ -4,7 +4,7 @@
 //! right only if the answered requests are always the oldest, even if the disk completes them in
 //! another order.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 
 use virtqueue::SplitQueue;
@@ -12,6 +12,16 @@ use virtqueue::SplitQueue;
 /// Answers that wait for earlier requests: the written bytes, by head. `None`: order does not
 /// matter.
 pub(crate) struct OrderedCompletion(Option<RefCell<BTreeMap<u16, u32>>>);
+
+/// The slow path of a push.
+pub(crate) struct PushHooks {
+    /// A push takes this path: a barrier counts answers, answers are in order, or each has its own
+    /// notify.
+    pub(crate) are_due: Cell<bool>,
+    pub(crate) in_order: OrderedCompletion,
+    /// False: each pushed element has its own notify.
+    pub(crate) notify_batch: bool,
+}
 
 impl OrderedCompletion {
     pub(crate) fn new(is_on: bool) -> Self {
