@@ -7,7 +7,6 @@ pub mod config;
 pub(crate) mod control_queue;
 pub(crate) mod device;
 pub(crate) mod event_queue;
-pub(crate) mod fields;
 pub(crate) mod held;
 mod inquiry;
 pub(crate) mod mode;

@@ -1,6 +1,5 @@
 //! Command descriptor blocks: the supported commands and their fields (SPC-5, SBC-4).
 
-use super::fields;
 use crate::access::sense::Sense;
 
 /// The bytes of a CDB that are evaluated: no supported command has more.
@@ -82,7 +81,7 @@ impl Command {
         Some(usage)
     }
 
-    /// The bits of a byte at which fields begin, for [`fields::field_start`]. Only bits that must
+    /// The bits of a byte at which fields begin, for [`field_start`]. Only bits that must
     /// be zero count. Adjacent ones are one field, except for fields of the standards that are not
     /// supported; several reserved bytes are a field each.
     fn begins(&self, at: usize) -> u8 {
@@ -357,8 +356,26 @@ fn in_excess(command: &Command, excess: u128) -> Sense {
     let place = excess.leading_zeros();
     let byte = iomem::fits(place / 8, "a byte of a CDB");
     let bit = iomem::fits(7 - place % 8, "a bit");
-    let (byte, bit) = fields::field_start(|at| command.begins(at), byte, bit);
+    let (byte, bit) = field_start(|at| command.begins(at), byte, bit);
     Sense::in_cdb(byte, bit)
+}
+
+/// All bits of a byte are one field, or the first byte of a longer one.
+pub(super) const WHOLE_BYTE: u8 = 0x80;
+
+/// Returns the first byte of the field that contains a bit, and its highest bit unless that byte is
+/// [`WHOLE_BYTE`]. `starts` returns the bits of a byte that are the highest of a field, and zero if
+/// the field of the previous byte continues.
+pub(super) fn field_start(starts: impl Fn(usize) -> u8, byte: usize, bit: u8) -> (u16, Option<u8>) {
+    let mut at = byte;
+    let mut above = starts(at) & (u8::MAX << bit);
+    while above == 0 && at > 0 {
+        at -= 1;
+        above = starts(at);
+    }
+    let bit = u8::try_from(above.trailing_zeros()).expect("a number of bits");
+    let bit = (starts(at) != WHOLE_BYTE).then_some(bit);
+    (iomem::fits(at, "a place in a CDB or in a list"), bit)
 }
 
 #[cfg(test)]
@@ -524,6 +541,24 @@ mod tests {
             ),
         ] {
             assert_eq!(cdb(bytes).blocks(), expected);
+        }
+    }
+
+    #[test]
+    fn a_field_begins_at_its_first_byte_and_its_highest_bit() {
+        let fields = [WHOLE_BYTE, 0b1001_0010, WHOLE_BYTE, 0, 0, WHOLE_BYTE];
+        for ((byte, bit), expected) in [
+            ((0, 3), (0, None)),
+            ((1, 7), (1, Some(7))),
+            ((1, 5), (1, Some(7))),
+            ((1, 4), (1, Some(4))),
+            ((1, 2), (1, Some(4))),
+            ((1, 0), (1, Some(1))),
+            ((2, 7), (2, None)),
+            ((4, 0), (2, None)),
+            ((5, 0), (5, None)),
+        ] {
+            assert_eq!(field_start(|at| fields[at], byte, bit), expected, "{byte}, {bit}");
         }
     }
 }

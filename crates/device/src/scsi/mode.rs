@@ -1,8 +1,7 @@
 //! MODE SENSE and MODE SELECT (SPC-5, sections 6.13 and 7.5; SBC-4, section 6.5).
 
 use super::block;
-use super::cdb::{Cdb, Op};
-use super::fields::{self, WHOLE_BYTE};
+use super::cdb::{Cdb, Op, WHOLE_BYTE, field_start};
 use super::outcome::{Data, Failure, TaskHandle, Transferred};
 use super::request_queue::LocalUnit;
 use super::reserve;
@@ -21,7 +20,7 @@ const WRITE_CACHE: u8 = 0x04;
 /// D_SENSE, in the third byte of the control page.
 const DESCRIPTOR_SENSE: u8 = 0x04;
 /// Beginnings of the fields of pages (SBC-4, section 6.5.6; SPC-5, sections 7.5.10 and 7.5.14;
-/// SBC-4, section 6.5.8), for [`fields::field_start`].
+/// SBC-4, section 6.5.8), for [`field_start`].
 const CACHING_FIELDS: [u8; 20] = [
     0xe0, WHOLE_BYTE, 0xff, 0x88, WHOLE_BYTE, 0, WHOLE_BYTE, 0, WHOLE_BYTE, 0, WHOLE_BYTE, 0, 0xf5,
     WHOLE_BYTE, WHOLE_BYTE, 0, WHOLE_BYTE, WHOLE_BYTE, 0, 0,
@@ -264,7 +263,7 @@ fn parse(unit: &Unit, form: &Form, list: &[u8]) -> Result<Selected, Failure> {
             let changed = (page[byte] ^ current[byte]) & !changeable[byte];
             if let Some(bit) = changed.checked_ilog2() {
                 let bit = u8::try_from(bit).expect("a bit of a byte");
-                let (byte, bit) = fields::field_start(|byte| begins[byte], byte, bit);
+                let (byte, bit) = field_start(|byte| begins[byte], byte, bit);
                 return Err(Sense::in_list(place(at) + byte, bit).into());
             }
         }
