@@ -10,7 +10,7 @@ pub mod engine_trial;
 pub(crate) mod file;
 mod folder;
 pub(crate) mod foreign;
-mod hand_over;
+pub mod hand_over;
 mod info;
 mod null;
 mod properties;
@@ -38,7 +38,6 @@ pub use file::size_probe::SizeProbe;
 use file::source::FileSource;
 pub use folder::Folder;
 pub use foreign::format_warning;
-pub use hand_over::DiskHandOver;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
     TransferError, check_logical_block,

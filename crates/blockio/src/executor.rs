@@ -9,7 +9,6 @@ pub mod oneshot;
 pub(crate) mod semaphore;
 pub(crate) mod sync;
 pub(crate) mod task;
-pub(crate) mod task_key;
 pub(crate) mod wait_list;
 
 pub use notify::Notify;

@@ -27,8 +27,8 @@ use std::task::Waker;
 use std::time::Instant;
 
 use crate::admission::{Admission, Lanes, OpTable};
+use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;
-use crate::executor::task_key::TaskKey;
 pub use crate::file::io_file::{FileRef, IoFile};
 pub use crate::file::op_kind::OpKind;
 use crate::file::op_kind::errno_of;

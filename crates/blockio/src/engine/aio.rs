@@ -348,8 +348,8 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 mod tests {
     use super::*;
     use crate::executor::mailbox::Mailbox;
+    use crate::executor::mailbox::TaskKey;
     use crate::executor::task::Owner;
-    use crate::executor::task_key::TaskKey;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
     use iomem::Buffers;

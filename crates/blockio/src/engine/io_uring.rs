@@ -448,7 +448,7 @@ impl AsFd for IoUring {
 mod tests {
     use super::*;
     use crate::executor::mailbox::Mailbox;
-    use crate::executor::task_key::TaskKey;
+    use crate::executor::mailbox::TaskKey;
     use crate::op::Slots;
     use rustix::event::{EventfdFlags, eventfd};
     use std::sync::Arc;

@@ -170,8 +170,8 @@ mod tests {
 
     use super::*;
     use crate::engine::pool::{Jobs, next_job};
+    use crate::executor::mailbox::TaskKey;
     use crate::executor::task::Owner;
-    use crate::executor::task_key::TaskKey;
     use crate::op::{FileRef, IoFile, Op, OpKind, Slots};
     use crate::stats::Stats;
     use iomem::Buffers;

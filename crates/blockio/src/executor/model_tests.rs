@@ -12,12 +12,12 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use crate::engine::pool::{Job, OpView, Pool, pool_thread};
+use crate::executor::mailbox::TaskKey;
 use crate::executor::mailbox::{Mailbox, OpResult, Posted};
 use crate::executor::notify::Notify;
 use crate::executor::semaphore::FairSemaphore;
 use crate::executor::sync::atomic::{AtomicU32, Ordering};
 use crate::executor::task;
-use crate::executor::task_key::TaskKey;
 use crate::op::OpKind;
 use crate::stats::Counter;
 use crate::thread::foreign_op::ForeignCompleter;

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
 use crate::executor::mailbox::Mailbox;
-use crate::executor::task_key::{NO_CHILD, NO_TASK, TaskKey};
+use crate::executor::mailbox::{NO_CHILD, NO_TASK, TaskKey};
 
 /// The target of a wake.
 #[derive(Debug, Clone)]

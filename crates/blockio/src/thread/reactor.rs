@@ -13,8 +13,8 @@ use crate::clock;
 use crate::engine::Engine;
 use crate::engine::interest::Interest;
 use crate::error::Error;
+use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;
-use crate::executor::task_key::TaskKey;
 
 /// A place in shared memory where a peer makes work appear, announced with an eventfd: a ring with
 /// a kick, for example. The IoThread checks it once a turn, not for each request.
@@ -262,7 +262,7 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
-    use crate::executor::task_key::NO_TASK;
+    use crate::executor::mailbox::NO_TASK;
 
     /// Counts the calls of its methods.
     #[derive(Default)]

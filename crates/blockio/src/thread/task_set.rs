@@ -5,8 +5,8 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
+use crate::executor::mailbox::TaskKey;
 use crate::executor::task;
-use crate::executor::task_key::TaskKey;
 use crate::thread::io::Io;
 
 /// A set of futures of one type that one task runs.
