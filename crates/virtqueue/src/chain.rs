@@ -2,8 +2,8 @@
 
 use iomem::Buffers;
 
+use crate::error::MAX_INDIRECT_ENTRIES;
 use crate::error::{ChainFault, QueueError};
-use crate::limits::MAX_INDIRECT_ENTRIES;
 use crate::memory::{AnswerPlace, DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, Translator};
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).

@@ -59,8 +59,6 @@ pub mod death;
 pub mod driver;
 mod error;
 mod inflight;
-mod limits;
-mod mapping;
 mod memory;
 mod region;
 mod rings;
@@ -69,9 +67,11 @@ mod split;
 
 pub use budget::MappingBudget;
 pub use chain::Chain;
-pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
+pub use error::{
+    ChainFault, InflightError, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, MemoryError, QueueError,
+    RingPart,
+};
 pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
-pub use limits::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use memory::{AnswerPlace, GuestMemory, LocalMemory};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use rings::AvailIdx;

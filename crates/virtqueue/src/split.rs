@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
+use crate::error::MAX_QUEUE_SIZE;
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
-use crate::limits::MAX_QUEUE_SIZE;
 use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 

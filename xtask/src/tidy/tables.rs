@@ -55,7 +55,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/disks/src/qcow2/storage.rs", "functions that imago calls unsafe"),
     ("crates/blockio/src/thread/time_slice.rs", "slices of threads, which rustix does not have"),
     ("crates/virtqueue/src/inflight.rs", "an account in memory that the front-end shares"),
-    ("crates/virtqueue/src/mapping.rs", "maps and unmaps one region"),
+    ("crates/virtqueue/src/region.rs", "maps and unmaps one region"),
     ("crates/virtqueue/tests/it/sigbus.rs", "sends itself the signals of the kernel"),
     ("crates/virtqueue/src/memory/local.rs", "makes lists of ranges that the map has mapped"),
     ("crates/virtqueue/src/memory/map.rs", "copies from and to mapped guest memory"),
@@ -137,8 +137,8 @@ pub(super) const FLOORS: &[Floors] = &[
     Floors {
         folder: "crates/virtqueue/src",
         floors: &[
-            "budget", "death", "error", "limits", "mapping", "sigbus", "region", "memory", "chain",
-            "rings", "inflight", "split", "driver",
+            "budget", "death", "error", "sigbus", "region", "memory", "chain", "rings", "inflight",
+            "split", "driver",
         ],
     },
     Floors {
