@@ -493,3 +493,54 @@ impl AsFd for Session {
         self.channel.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use blockio::{DiskOptions, DiskSource};
+    use device::blk::config::BlkOptions;
+    use device::{Device, LogEvents};
+    use virtqueue::MappingRules;
+
+    use super::super::outcome::Purpose;
+    use super::*;
+
+    fn session(now: Instant) -> (Session, UnixStream) {
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let setup = SessionSetup {
+            device: Device::blk(source, BlkOptions::default(), Arc::new(LogEvents::new("test"))),
+            threads: Vec::new(),
+            rules: MappingRules::default(),
+            examiner: Arc::default(),
+            waker: Waker::noop().clone(),
+        };
+        (Session::new(ours, setup, now), theirs)
+    }
+
+    /// No event announces that a file system hangs.
+    #[test]
+    fn a_session_continues_if_memory_is_not_mapped_or_unmapped_in_time() {
+        let since = Instant::now();
+        let (_map, mapped) = oneshot::channel();
+        let (_unmap, unmapped) = oneshot::channel();
+        let (_release, released) = oneshot::channel();
+        let header = Header::new(code::SET_MEM_TABLE, 0);
+        let working = |work| Stage::Working { header, work, since };
+        for (stage, expected) in [
+            (working(Work::Map(mapped, Purpose::Guest)), "Dropped"),
+            (working(Work::Unmap(unmapped)), "Handled"),
+            (Stage::Unmapping { end: End::Asked, unmapped: released, since }, "Asked"),
+        ] {
+            let (mut session, _front_end) = session(since);
+            session.stage = stage;
+            let end = since + MESSAGE_LIMIT;
+            assert_eq!(session.deadline(), Some(end), "{expected}");
+            let before = session.progress(end - Duration::from_secs(1));
+            assert_eq!(before, SessionProgress::Waiting, "{expected}");
+            let after = format!("{:?}", session.progress(end));
+            assert!(after.contains(expected), "{after}");
+        }
+    }
+}

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use device::scsi::config::ScsiOptions;
 use rustix::event::PollFlags;
 
-use super::super::super::channel::Channel;
+use super::super::super::channel::{Channel, MESSAGE_LIMIT};
 use super::super::super::session::{End, Session, SessionProgress};
 use super::super::super::session_state::SessionState;
 use super::*;
@@ -214,6 +214,45 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
     scene.end();
 }
 
+/// Hands an idle session over to another process, where it resumes.
+fn hand_over(session: &mut Session, now: Instant) -> (Scene, Session) {
+    session.begin_pause();
+    while !session.is_paused() {
+        let _ = session.progress(now);
+    }
+    let mut fds = PassedFds::default();
+    let state = session.hand_over(&mut fds).unwrap();
+    // The state is serialised, as between processes.
+    let state = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
+    let other = Scene::new(PROTOCOL_FEATURES);
+    let setup = other.connection.setup.clone();
+    let mut next = Session::take_over(state, setup, &mut fds, now).unwrap();
+    next.begin_resume();
+    while !next.has_resumed() {
+        let _ = next.progress(now);
+    }
+    (other, next)
+}
+
+/// The time that has passed in the old process does not count.
+#[test]
+fn the_rest_of_a_message_must_come_soon_after_a_takeover() {
+    let (old, now) = (Scene::new(PROTOCOL_FEATURES), Instant::now());
+    let (ours, mut front_end) = UnixStream::pair().unwrap();
+    let setup = old.connection.setup.clone();
+    let mut session = Session::new(ours, setup, now).without_silence_limit();
+    front_end.write_all(&[1, 0, 0]).unwrap();
+    assert_eq!(session.progress(now), SessionProgress::Waiting);
+    let later = now + MESSAGE_LIMIT - Duration::from_secs(1);
+    let (_other, mut next) = hand_over(&mut session, later);
+    let end = later + MESSAGE_LIMIT;
+    assert_eq!(next.deadline(), Some(end));
+    assert_eq!(next.progress(end - Duration::from_secs(1)), SessionProgress::Waiting);
+    let late = next.progress(end);
+    assert!(matches!(late, SessionProgress::Ended(End::Dropped(_))), "{late:?}");
+    old.end();
+}
+
 /// Front-ends may be silent for days, and must not lose their connection a minute after an upgrade.
 #[test]
 fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
@@ -230,21 +269,7 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
         let expected = if has_spoken { SessionProgress::Handled } else { SessionProgress::Waiting };
         assert_eq!(session.progress(now), expected);
         assert_eq!(session.deadline().is_none(), has_spoken);
-        session.begin_pause();
-        while !session.is_paused() {
-            let _ = session.progress(now);
-        }
-        let mut fds = PassedFds::default();
-        let state = session.hand_over(&mut fds).unwrap();
-        // The state is serialised, as between processes.
-        let state = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
-        let other = Scene::new(PROTOCOL_FEATURES);
-        let setup = other.connection.setup.clone();
-        let mut next = Session::take_over(state, setup, &mut fds, now).unwrap();
-        next.begin_resume();
-        while !next.has_resumed() {
-            let _ = next.progress(now);
-        }
+        let (other, mut next) = hand_over(&mut session, now);
         assert_eq!(next.deadline().is_none(), has_spoken);
         let later = next.progress(now + Duration::from_secs(3600));
         let is_over = matches!(later, SessionProgress::Ended(End::Dropped(_)));
@@ -253,6 +278,35 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
             end(other, next);
         }
         old.end();
+    }
+}
+
+/// The other process has the socket, too.
+#[test]
+fn only_the_process_that_continues_a_session_closes_its_connection() {
+    for has_resumed in [false, true] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        scene.start();
+        scene.connection.begin_pause();
+        scene.settle().unwrap();
+        let (ours, mut front_end) = UnixStream::pair().unwrap();
+        front_end.set_nonblocking(true).unwrap();
+        let mut old = Channel::new(ours, Arc::clone(&scene.examiner));
+        old.lend(true);
+        let mut fds = PassedFds::default();
+        let state = SessionState::new(&old, &scene.connection, true, &mut fds).unwrap();
+        let mut other = Scene::new(PROTOCOL_FEATURES);
+        let setup = other.connection.setup.clone();
+        let mut session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
+        if has_resumed {
+            assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+            end(other, session);
+        } else {
+            drop(session);
+        }
+        let is_closed = matches!(front_end.read(&mut [0; 1]), Ok(0));
+        assert_eq!(is_closed, has_resumed);
+        scene.end();
     }
 }
 
