@@ -926,6 +926,17 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_gets_the_room_of_one_that_goes() {
+        let mut other = Bench::new(EngineKind::Aio, 64);
+        let alone = other.attach(None);
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let (stays, _) = (bench.attach(None), bench.attach(None));
+        bench.files.pop();
+        assert!(bench.lanes.take_retired().is_some());
+        assert_eq!(bench.fill(stays), other.fill(alone));
+    }
+
+    #[test]
     fn a_lane_that_goes_gives_everything_back() {
         let device = Device::with(128, 65_536);
         let mut bench = Bench::new(EngineKind::Aio, 1024);

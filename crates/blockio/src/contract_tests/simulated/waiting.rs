@@ -310,6 +310,38 @@ fn a_request_that_is_left_does_not_begin_before_its_queue_goes_on() {
     assert!(goes_on.is_ok_and(|waited| waited >= Duration::from_secs(100)));
 }
 
+/// The disk has space again before the queue stops, and the next process makes the write.
+#[test]
+fn a_write_that_is_held_is_not_made_before_its_queue_goes_on() {
+    for over_part in [false, true] {
+        let start = Instant::now();
+        let after = |millis| start + Duration::from_millis(millis);
+        let (until, now) = (after(4500), Cell::new(start));
+        let _installed = install(Rc::new(FullDisk { until, now, writes: Cell::new(0) }));
+        let thread = thread(EngineKind::Threads);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let source = simulated_file(&file);
+        let source = if over_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
+        source.set_error_policy(ErrorPolicy { write: ErrorAction::Hold, ..ErrorPolicy::default() });
+        let disk = source.attach(thread.io());
+        let ended = thread.block_on(async {
+            let write = async {
+                disk.write(0, Buffers::aligned(4096, 512), true).await.unwrap();
+                clock::now()
+            };
+            let leaves = async {
+                // Between two tries, which come each second.
+                thread.io().sleep_until(after(5000)).await;
+                disk.set_wait_mode(WaitMode::Frozen);
+                thread.io().sleep_until(after(100_000)).await;
+                disk.set_wait_mode(WaitMode::All);
+            };
+            join(write, leaves).await.0
+        });
+        assert!(ended.is_ok_and(|ended| ended >= after(100_000)), "over a part: {over_part}");
+    }
+}
+
 /// A disk that is no file: its writes fail for good when data is lost.
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {
