@@ -195,6 +195,32 @@ fn mode_pages_have_each_field_for_blocks_of_each_size() {
     }
 }
 
+/// Values that MODE SELECT has changed are no defaults.
+#[test]
+fn defaults_of_mode_pages_stay_when_current_values_change() {
+    let mut unit = Initiator::new();
+    let sense = |unit: &mut Initiator, values: u8| {
+        let answer = unit.good(&[0x1a, 8, values | 0x3f, 0, 255, 0], &[], 255);
+        // WCE and D_SENSE, of the first and the second page.
+        (answer[4 + 2] & 4 != 0, answer[4 + 20 + 2] & 4 != 0)
+    };
+    let changes = [([0x08, 18, 0], 20, (false, false)), ([0x0a, 10, 4], 12, (false, true))];
+    for (start, bytes, expected) in changes {
+        let mut list = vec![0; 4];
+        list.extend(start);
+        list.resize(4 + bytes, 0);
+        if start[0] == 0x0a {
+            // Fields that cannot be changed.
+            list[4..][3..10].copy_from_slice(&[0x10, 0, 0, 0, 0, 0xff, 0xff]);
+        }
+        let length = u8::try_from(list.len()).unwrap();
+        unit.good(&[0x15, 0x10, 0, 0, length, 0], &list, 0);
+        assert_eq!(sense(&mut unit, 0), expected, "the current values");
+        assert_eq!(sense(&mut unit, 0x40), (true, true), "the changeable bits");
+        assert_eq!(sense(&mut unit, 0x80), (true, false), "the defaults");
+    }
+}
+
 /// A stop writes the cache of the unit back, unless the initiator asks for the opposite (SBC-4,
 /// section 5.31).
 #[test]
