@@ -48,9 +48,7 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
             found.uid()
         );
     }
-    // Many systems give each user a private group with the number of the user.
-    let is_private = found.gid() == own_group && own_group == user;
-    let is_trusted = found.gid() == 0 || Some(found.gid()) == group || is_private;
+    let is_trusted = is_trusted_group(found.gid(), group, user, own_group);
     if found.mode() & GROUP_WRITE != 0 && found.mode() & STICKY == 0 && !is_trusted {
         bail!(
             "the members of group {} can replace files in {shown}; remove that permission (chmod \
@@ -59,6 +57,14 @@ pub(crate) fn check_private_folder(path: &Path, group: Option<u32>) -> Result<()
         );
     }
     Ok(())
+}
+
+/// Returns true if only root, `user` and members of the `--control-group` are in a group.
+/// `own_group` is that of this process.
+fn is_trusted_group(group: u32, control_group: Option<u32>, user: u32, own_group: u32) -> bool {
+    // Many systems give each user a private group with the number of the user.
+    let is_private = group == own_group && own_group == user;
+    group == 0 || Some(group) == control_group || is_private
 }
 
 /// Gives the socket that this process has made at `path` to `group`, if there is one, with mode
@@ -165,6 +171,24 @@ mod tests {
         }
         let missing = check_folder(&folder.path().join("no/socket")).unwrap_err().to_string();
         assert!(missing.contains("does not exist"), "{missing}");
+    }
+
+    /// The usual group of a user may have other members.
+    #[test]
+    fn a_group_with_strangers_is_not_trusted() {
+        let (user, users, control) = (1000, 100, Some(7));
+        for (group, own_group, expected) in [
+            (0, users, true),
+            (7, users, true),
+            (user, user, true),
+            (users, users, false),
+            (user, users, false),
+            (users, user, false),
+        ] {
+            let is_trusted = is_trusted_group(group, control, user, own_group);
+            assert_eq!(is_trusted, expected, "{group} for {user} in {own_group}");
+        }
+        assert!(!is_trusted_group(7, None, user, user));
     }
 
     /// Simulates a lost race in the folder: another file lies there when the socket gets its owner.
