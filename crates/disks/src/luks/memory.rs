@@ -106,6 +106,8 @@ impl<T: Zeroize> Drop for Blocks<T> {
 mod tests {
     use std::cell::Cell;
     use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
 
@@ -156,5 +158,27 @@ mod tests {
             }
         });
         assert_eq!(memory.state().free_kib, 1000);
+    }
+
+    /// The demands wake in any order, and begin in that of their numbers.
+    #[test]
+    fn demands_that_fit_together_begin_when_one_reservation_ends() {
+        let memory = KibBudget::new(1000);
+        std::thread::scope(|scope| {
+            let (begun, all) = mpsc::channel();
+            let first = memory.take(1000);
+            for _ in 0..16 {
+                let (memory, begun) = (&memory, begun.clone());
+                // All reservations last until all have begun.
+                scope.spawn(move || begun.send(memory.take(10)));
+            }
+            while memory.state().next < 17 {
+                std::thread::yield_now();
+            }
+            drop(first);
+            let limit = Duration::from_secs(30);
+            let taken: Vec<_> = (0..16).map_while(|_| all.recv_timeout(limit).ok()).collect();
+            assert_eq!(taken.len(), 16, "a demand waits for the end of another one");
+        });
     }
 }

@@ -215,14 +215,15 @@ fn an_unsupported_key_slot_does_not_keep_another_slot_from_opening_the_disk() {
             "{refused}"
         );
     }
-    // Even so, writes to the disk would destroy the area of the second slot.
-    for kind in ["luks2", "reencrypt", "of others"] {
+    // Even so, writes to the disk would destroy the area of that slot.
+    for (kind, far) in [("luks2", "1"), ("reencrypt", "1"), ("of others", "1"), ("luks2", "0")] {
         let start = header(|metadata| {
-            let mut second = metadata["keyslots"]["0"].clone();
-            second["type"] = json!(kind);
-            second["kdf"] = json!({ "type": "scrypt" });
-            second["area"]["offset"] = json!((DATA_OFFSET - 512).to_string());
-            metadata["keyslots"]["1"] = second;
+            let mut slot = metadata["keyslots"]["0"].clone();
+            metadata["keyslots"]["1"] = slot.clone();
+            slot["type"] = json!(kind);
+            slot["kdf"] = json!({ "type": "scrypt" });
+            slot["area"]["offset"] = json!((DATA_OFFSET - 512).to_string());
+            metadata["keyslots"][far] = slot;
         });
         check_refused(&start, "its data begins at byte 65536, and its header ends only at 69120");
     }
