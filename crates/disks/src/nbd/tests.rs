@@ -179,6 +179,34 @@ fn a_write_is_sent_again_after_a_connection_with_garbage() {
     assert!(at(Event::Request(1, READ)) < at(Event::Ended(0)), "{events:?}");
 }
 
+/// A long read goes directly into its memory.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_read_that_breaks_off_within_its_data_is_sent_again() {
+    for (is_extended, bytes) in [(false, 4096), (false, 65_536), (true, 4096), (true, 65_536)] {
+        let server = Server::start(MIB, FLAGS);
+        server.change(|state| {
+            state.content.fill(1);
+            (state.is_extended, state.cuts_read) = (is_extended, true);
+        });
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        let memory = filled(0xee, bytes);
+        let (view, of_disk) = (memory.duplicate(), Rc::clone(&disk));
+        let read = Running::start(thread.io(), async move {
+            let read = of_disk.read(0, memory).await;
+            read.map_err(|unfinished| unfinished.error().raw_os_error())
+        });
+        while read.0.get().is_none() {
+            let connections = server.state().connections;
+            assert!(connections <= 2, "its answer is not understood: {is_extended} {bytes}");
+            wait_a_turn(&thread);
+        }
+        assert_eq!(read.end(&thread), None);
+        assert!(view.to_vec().iter().all(|byte| *byte == 1), "{is_extended} {bytes}");
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {

@@ -54,6 +54,8 @@ pub(super) struct State {
     pub(super) failing_flushes: usize,
     /// A command to fail, and the error.
     pub(super) fails: Option<(u16, u32)>,
+    /// True to end the connection of the next read within the data of its answer.
+    pub(super) cuts_read: bool,
     /// The bytes by which the export grows with each connection.
     pub(super) growth: usize,
     /// The most bytes of a request, if it is announced.
@@ -151,6 +153,7 @@ impl Server {
             lingers: false,
             failing_flushes: 0,
             fails: None,
+            cuts_read: false,
             growth: 0,
             payload_max: None,
             is_full: false,
@@ -296,6 +299,12 @@ impl State {
             let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
             [&header.concat()[..], &data].concat()
         };
+        if request.command == READ && std::mem::take(&mut self.cuts_read) {
+            self.send(connection, &reply[..reply.len() / 2]);
+            let socket = self.sockets.iter().find(|(number, _)| *number == connection);
+            let _ = socket.map(|(_, socket)| socket.shutdown(Shutdown::Both));
+            return;
+        }
         self.send(connection, &reply);
         self.last_answer = (connection, reply);
     }
