@@ -245,7 +245,11 @@ impl Driver for RbdDisk {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::pin::pin;
+
     use blockio::{IoThread, IoThreadConfig};
+    use futures_util::future::join_all;
 
     use super::*;
     use crate::rbd::image::fake::{FakeImage, Op};
@@ -413,5 +417,40 @@ mod tests {
             assert_eq!(scene.run(|disk| clear(disk, 0, 4 * PIECE)), Ok(()));
             assert_eq!(scene.fake.take_ops(), [(kind, 0, PIECE), (kind, PIECE, PIECE)]);
         }
+    }
+
+    /// Requests beside them would have to wait for all of them.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_cluster_has_few_pieces_of_discards_at_once() {
+        let scene = Scene::new();
+        scene.fake.hold();
+        let discards = (0..10).map(|index| scene.disk.discard(index * PIECE / 4, 512));
+        let mut all = pin!(join_all(discards));
+        let mut begun = Vec::new();
+        let done = poll_fn(|cx| {
+            let polled = all.as_mut().poll(cx);
+            begun.push(scene.fake.take_ops().len());
+            scene.fake.answer_held();
+            polled
+        });
+        let results = scene.thread.block_on(done).unwrap();
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
+        assert_eq!(begun.iter().max(), Some(&4), "{begun:?}");
+        assert_eq!(begun.iter().sum::<usize>(), 10);
+    }
+
+    /// The query may have found the size before the change.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_size_is_unknown_if_it_changes_while_it_is_queried() {
+        let scene = Scene::new();
+        let shared = &scene.disk.shared;
+        assert_eq!(shared.known_size(), Some(BYTES as u64));
+        scene.fake.resize_during_query(4096);
+        assert_eq!(shared.probe_size().unwrap(), BYTES as u64);
+        assert_eq!(shared.known_size(), None);
+        assert_eq!(scene.write(8192, 512, false), Err((libc::ENOSPC, 512)));
+        assert_eq!(shared.known_size(), Some(4096));
     }
 }

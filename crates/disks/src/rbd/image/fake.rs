@@ -44,6 +44,12 @@ struct State {
     /// The errno with which all operations fail; 0 for none.
     errno: i32,
     ops: Vec<Op>,
+    /// The size that the image gets during the next query of its size.
+    next_size: Option<usize>,
+    /// True to keep discards and zeroes unanswered.
+    holds: bool,
+    /// Completions of these, with their results.
+    held: Vec<(usize, isize)>,
 }
 
 impl FakeImage {
@@ -65,11 +71,23 @@ impl FakeImage {
 
     /// Gives the image another size, as another client does.
     pub(in crate::rbd) fn resize(&self, bytes: usize) {
-        self.state().content.resize(bytes, 0);
-        let watch = self.state().watch;
-        if let Some((on_change, argument)) = watch {
-            // SAFETY: the watch has not ended, so its argument is there.
-            unsafe { on_change(argument as Handle) };
+        resize(&self.0, bytes);
+    }
+
+    /// Gives the image another size during the next query, which finds the present one.
+    pub(in crate::rbd) fn resize_during_query(&self, bytes: usize) {
+        self.state().next_size = Some(bytes);
+    }
+
+    /// Keeps discards and zeroes unanswered until [`answer_held`](Self::answer_held).
+    pub(in crate::rbd) fn hold(&self) {
+        self.state().holds = true;
+    }
+
+    pub(in crate::rbd) fn answer_held(&self) {
+        let held = std::mem::take(&mut self.state().held);
+        for (completion, result) in held {
+            answer(completion as Handle, result);
         }
     }
 
@@ -105,11 +123,26 @@ impl State {
     }
 }
 
+fn resize(image: &Mutex<State>, bytes: usize) {
+    let watch = {
+        let mut state = image.lock().unwrap_or_else(PoisonError::into_inner);
+        state.content.resize(bytes, 0);
+        state.watch
+    };
+    if let Some((on_change, argument)) = watch {
+        // SAFETY: the watch has not ended, so its argument is there.
+        unsafe { on_change(argument as Handle) };
+    }
+}
+
 /// The state of an open image.
 fn state(image: Handle) -> MutexGuard<'static, State> {
+    shared(image).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn shared(image: Handle) -> &'static Mutex<State> {
     // SAFETY: the pool of the image keeps its state until the image is closed.
-    let state = unsafe { &*image.cast::<Mutex<State>>() };
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+    unsafe { &*image.cast::<Mutex<State>>() }
 }
 
 struct Completion {
@@ -154,8 +187,13 @@ unsafe extern "C" fn rbd_close(_: Handle) -> c_int {
 }
 
 unsafe extern "C" fn rbd_get_size(image: Handle, size: *mut u64) -> c_int {
+    let (now, next) = {
+        let mut state = state(image);
+        (state.content.len(), state.next_size.take())
+    };
     // SAFETY: the caller has room for the size.
-    unsafe { *size = state(image).content.len() as u64 };
+    unsafe { *size = now as u64 };
+    next.into_iter().for_each(|bytes| resize(shared(image), bytes));
     0
 }
 
@@ -242,7 +280,12 @@ unsafe extern "C" fn rbd_aio_flush(image: Handle, completion: Handle) -> c_int {
 fn clear(image: Handle, op: Op, completion: Handle) -> c_int {
     let cleared = {
         let mut state = state(image);
-        state.begin(op).map(|range| state.content[range].fill(0))
+        let cleared = state.begin(op).map(|range| state.content[range].fill(0));
+        if state.holds {
+            state.held.push((completion as usize, cleared.err().unwrap_or(0)));
+            return 0;
+        }
+        cleared
     };
     answer(completion, cleared.err().unwrap_or(0))
 }
