@@ -58,7 +58,10 @@ pub(super) struct Client(BufReader<UnixStream>);
 
 impl Client {
     pub(super) fn new(folders: &TestFolders) -> Result<Self> {
-        Ok(Self(BufReader::new(UnixStream::connect(folders.socket("control"))?)))
+        let stream = UnixStream::connect(folders.socket("control"))?;
+        // An answer that never comes fails the test.
+        stream.set_read_timeout(Some(LIMIT))?;
+        Ok(Self(BufReader::new(stream)))
     }
 
     pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Value> {

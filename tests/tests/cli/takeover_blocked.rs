@@ -114,6 +114,44 @@ fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
     Ok(())
 }
 
+/// The disk has answered until the new process asks for the pause. After the refusal nothing waits
+/// for a takeover.
+#[test]
+fn a_disk_that_hangs_during_a_takeover_blocks_no_later_command() -> Result<()> {
+    let Some(fuse) = Fuse::mount()? else { return Ok(()) };
+    let folders = test_folders()?;
+    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
+    let mut daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    let mut successor = Client::new(&folders)?;
+    let described = successor.begin()?;
+    fuse.withhold(daemon.pid(), &[opcode::READ]);
+    let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
+    let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
+    let read = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+    frontend.rings[0].put_chain(0, &read);
+    frontend.rings[0].submit(0)?;
+    fuse.wait_for(opcode::READ)?;
+    let hangs = (|| {
+        ensure!(described["error"].is_null(), "{described}");
+        daemon.wait_for("a read has not been answered for")?;
+        let refused = successor.call("takeover.pause", &json!({}))?.to_string();
+        ensure!(refused.contains("its queues cannot stop"), "{refused}");
+        let endpoint = json!({ "path": folders.socket("other.sock") });
+        let device = json!({ "blk": { "null": { "size-bytes": 1 << 20 } } });
+        let add = json!({ "endpoint": endpoint, "device": device });
+        let added = Client::new(&folders)?.call("export.add", &add)?;
+        ensure!(added["error"].is_null(), "{added}");
+        Ok(())
+    })();
+    // Released even after a failure: the kernel keeps a process with hung reads.
+    fuse.release();
+    hangs?;
+    ensure!(frontend.rings[0].wait_used()?.bytes == LONG_BYTES + 1, "the read has failed");
+    Ok(())
+}
+
 /// A unit that is not yet added is not handed over.
 #[test]
 fn a_unit_that_hangs_while_it_is_added_blocks_no_takeover() -> Result<()> {
