@@ -6,6 +6,7 @@ mod first_writes;
 mod fua;
 mod kinds;
 mod streams;
+mod zeroes;
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
