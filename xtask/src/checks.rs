@@ -10,7 +10,7 @@ use ringhaul_tools::process::{Interrupt, describe};
 use ringhaul_tools::workspace;
 
 use crate::limited_run::{self, End, Limits};
-use crate::{fuzz, sim};
+use crate::{fuzz, long_tests};
 
 /// Options of `cargo xtask check`.
 #[derive(clap::Args)]
@@ -252,7 +252,7 @@ fn execute(step: &Step, with_binary: bool, interrupt: &Interrupt) -> Result<Outc
 fn words(step: &Step) -> Vec<&str> {
     let mut words: Vec<&str> = step.cargo.split_whitespace().collect();
     if step.is_simulated {
-        words.splice(1..1, ["--config", sim::CONFIG, "--profile", "sim"]);
+        words.splice(1..1, ["--config", long_tests::SIM_CONFIG, "--profile", "sim"]);
     }
     words
 }

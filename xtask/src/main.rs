@@ -1,16 +1,14 @@
 //! Development tasks of the workspace; `cargo xtask` lists them. Measurements are in `lab/`.
 
 mod checks;
-mod crash;
 mod fuzz;
 mod limited_run;
 mod lines;
-mod models;
+mod long_tests;
 mod mutants;
 mod sanitize;
 #[cfg(test)]
 mod setup;
-mod sim;
 mod tidy;
 
 use std::process::ExitCode;
@@ -33,7 +31,7 @@ enum Command {
     /// Count the lines of product, proof and tools
     Lines(lines::Args),
     /// Run the data path against a simulated kernel and a model guest
-    Sim(sim::Args),
+    Sim(long_tests::SimArgs),
     /// Break the code on purpose and demand that a test notices
     Mutants(mutants::Args),
     /// Run the fuzz targets, each for a limited time
@@ -41,7 +39,7 @@ enum Command {
     /// Run unit tests and the simulation under AddressSanitizer, and unit tests under valgrind
     Sanitize(sanitize::Args),
     /// Kill the daemon many times under a driver that keeps its inflight region
-    Crash(crash::Args),
+    Crash(long_tests::CrashArgs),
     /// Run the models of shared state, in loom and shuttle
     Loom,
 }
@@ -51,12 +49,12 @@ fn main() -> ExitCode {
         Command::Check(args) => checks::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Lines(args) => lines::run(&args),
-        Command::Sim(args) => sim::run(&args),
+        Command::Sim(args) => long_tests::sim(&args),
         Command::Mutants(args) => mutants::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
-        Command::Crash(args) => crash::run(&args),
-        Command::Loom => models::run(),
+        Command::Crash(args) => long_tests::crash(&args),
+        Command::Loom => long_tests::models(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

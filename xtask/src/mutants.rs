@@ -14,7 +14,7 @@ use ringhaul_tools::process::Interrupt;
 use ringhaul_tools::workspace;
 
 use crate::limited_run::{self, End, Limits};
-use crate::sim;
+use crate::long_tests;
 
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
@@ -245,9 +245,13 @@ impl TreeCopy {
         let words: Vec<&str> = mutant.suite.split_ascii_whitespace().collect();
         let (build, suite) = match words[..] {
             ["sim"] => (
-                [&["build"], sim::PACKAGE].concat(),
-                [&["run"], sim::PACKAGE, &["--", "--no-shrink", "--seeds", seeds.as_str()]]
-                    .concat(),
+                [&["build"], long_tests::SIM_PACKAGE].concat(),
+                [
+                    &["run"],
+                    long_tests::SIM_PACKAGE,
+                    &["--", "--no-shrink", "--seeds", seeds.as_str()],
+                ]
+                .concat(),
             ),
             ["test", ..] => ([&words[..], &["--no-run"]].concat(), words),
             _ if is_end_to_end(&mutant.suite) => (BUILD_DAEMON.to_vec(), end_to_end(&words)),

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
 use ringhaul_tools::workspace;
 
-use crate::sim;
+use crate::long_tests;
 
 /// AddressSanitizer supports few targets; this is the project's.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -72,9 +72,9 @@ fn tests(mut cargo: Command, interrupt: &Interrupt) -> Result<()> {
 
 fn simulation(mut cargo: Command, seeds: u64, interrupt: &Interrupt) -> Result<()> {
     println!("sanitize: {seeds} seeds of the simulation under AddressSanitizer and LeakSanitizer");
-    cargo.arg("run").args(sim::PACKAGE);
+    cargo.arg("run").args(long_tests::SIM_PACKAGE);
     let options = ["--seeds", &seeds.to_string()];
-    address_sanitizer("the simulation", cargo, sim::RUSTFLAGS, &options, interrupt)
+    address_sanitizer("the simulation", cargo, long_tests::SIM_RUSTFLAGS, &options, interrupt)
 }
 
 /// Makes `cargo` build with AddressSanitizer and `flags` of rustc, and run the result with `args`.

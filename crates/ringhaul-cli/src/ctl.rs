@@ -3,7 +3,6 @@
 mod args;
 mod calls;
 mod connection;
-mod names;
 mod show;
 mod sockets;
 

@@ -3,7 +3,6 @@
 mod ctl;
 mod demo;
 mod disk_command;
-mod examples;
 #[cfg(feature = "jemalloc")]
 mod heap;
 
@@ -33,6 +32,51 @@ const EXIT_USAGE: u8 = 2;
 
 /// Advice for a negative size.
 const SMALLER: &str = "to make a disk smaller, give its new size and --shrink";
+
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  ringhaul serve --socket-path /run/vm1.sock --blk-file vm1.img
+  ringhaul serve --control /run/ringhaul/control --iothreads 2 \\
+      --export name=vm1,socket-path=/run/vm1.sock,disk=qcow2:/srv/vm1.qcow2 \\
+      --export name=vm2,socket-path=/run/vm2.sock,blk-file=/dev/vg/vm2
+
+Status: 0, stopped by a signal, or the last front-end of --fd has left; 2, it could not start; 3, \
+a second signal ended it before all requests were answered; 4, an IoThread failed.";
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
+  ringhaul check /etc/ringhaul.toml
+  ringhaul check vms.toml --iothreads 4
+
+Status: 0, it can be served as far as that shows without opening a disk; 2, it cannot.";
+
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  ringhaul bench --socket-path /run/vm1.sock --rw randread --bs 4k --iodepth 32 --runtime 10
+  ringhaul bench --filename vm1.img --rw randrw --verify --size 1g --output-format json
+
+Status: 0, all requests succeeded and all data was right; 1, a request failed, data was wrong, or \
+the server left; 2, the options make no sense, or the server cannot be reached.";
+
+const DISK_INFO_EXAMPLES: &str = "\
+Examples:
+  ringhaul disk info vm1.img
+  ringhaul disk info qcow2:/srv/vm1.qcow2,backing=beside --json
+
+Status: 0, it is printed; 2, the disk cannot be opened.";
+
+const DISK_BENCH_EXAMPLES: &str = "\
+Examples:
+  ringhaul disk bench /dev/vg/vm1
+  ringhaul disk bench vm1.img --rw randwrite --destroy-contents
+
+Status: 0, all requests succeeded; 1, a request failed; 2, the disk cannot be opened.";
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  source <(ringhaul completions bash)
+  ringhaul completions zsh > /usr/local/share/zsh/site-functions/_ringhaul
+  ringhaul completions fish > ~/.config/fish/completions/ringhaul.fish";
 
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
@@ -67,10 +111,10 @@ enum Command {
     /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. `serve`
     /// may be left out before its options: management programs start vhost-user back-ends without a
     /// command.
-    #[command(after_help = examples::SERVE)]
+    #[command(after_help = SERVE_EXAMPLES)]
     Serve(Box<ServeArgs>),
     /// Check a configuration file of `serve --config`, and list its exports.
-    #[command(after_help = examples::CHECK)]
+    #[command(after_help = CHECK_EXAMPLES)]
     Check {
         /// The file.
         file: PathBuf,
@@ -80,7 +124,7 @@ enum Command {
     },
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
-    #[command(after_help = examples::BENCH)]
+    #[command(after_help = BENCH_EXAMPLES)]
     Bench(Box<ringhaul_bench::BenchArgs>),
     /// Query or change a daemon that was started with `--control`.
     Ctl(CtlArgs),
@@ -90,7 +134,7 @@ enum Command {
     /// Serve a sample disk, drive it for some seconds, and remove everything.
     Demo(DemoArgs),
     /// Print a shell script that completes commands, names of exports and keys of disks.
-    #[command(after_help = examples::COMPLETIONS)]
+    #[command(after_help = COMPLETIONS_EXAMPLES)]
     Completions {
         /// The shell.
         shell: Shell,
@@ -103,10 +147,10 @@ enum Command {
 #[derive(Debug, Subcommand)]
 enum DiskCommand {
     /// Print the size, the layers and the capabilities of a disk. It may be in use.
-    #[command(after_help = examples::DISK_INFO)]
+    #[command(after_help = DISK_INFO_EXAMPLES)]
     Info(InfoArgs),
     /// Read a disk, or write to it, for some time, and report how fast it is.
-    #[command(after_help = examples::DISK_BENCH)]
+    #[command(after_help = DISK_BENCH_EXAMPLES)]
     Bench {
         /// The disk to drive.
         #[command(flatten)]
@@ -153,7 +197,8 @@ fn main() -> ExitCode {
         return ExitCode::from(EXIT_USAGE);
     }
     // A guest or a benchmark may exceed the limit on the size of files.
-    let survives = ringhaul::process::file_limit::survive().context("cannot ignore SIGXFSZ");
+    let survives =
+        ringhaul::process::file_limits::survive_size_limit().context("cannot ignore SIGXFSZ");
     let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args, config),
         Command::Check { file, options } => check(&file, options),
@@ -200,7 +245,7 @@ fn bench_disk(disk: &DiskArgs, lock: bool, bench: &DiskBenchArgs) -> Result<Exit
 }
 
 fn print_version() -> Result<ExitCode> {
-    let text = ringhaul::process::version::describe(option_env!("RINGHAUL_COMMIT"));
+    let text = ringhaul::process::describe_version(option_env!("RINGHAUL_COMMIT"));
     std::io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }

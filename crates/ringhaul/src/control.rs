@@ -15,7 +15,8 @@ mod order;
 mod stages;
 pub(crate) mod subscribers;
 
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -41,6 +42,9 @@ pub use stages::{FailedExport, OpeningExport, ReadyExport};
 
 /// The wait of an export that has not yet received its order to end.
 const NOT_BEGUN: &str = "another process may be taking over";
+
+/// The time that closing a unit may block takeovers.
+const UNIT_CLOSE_MAX: Duration = Duration::from_secs(1);
 
 /// The thread that controls all exports. They stop when this value is dropped.
 pub struct Control {
@@ -372,10 +376,23 @@ impl DiskLock<'_> {
         self.ask(|all, id, place| all.block_hand_over(id, place, true))
     }
 
-    /// Unblocks takeovers: the rest of the change does not concern another process.
-    pub(crate) fn unblock_take_over(&self) {
-        // Fails only after a takeover or the end of the export, when nothing is blocked.
-        let _ = self.ask(|all, id, place| all.block_hand_over(id, place, false));
+    /// Calls `close` to close a removed unit. If its requests or its file system take longer than
+    /// [`UNIT_CLOSE_MAX`], another process may take over in the meantime, without the unit.
+    pub(crate) fn close_unit(&self, close: impl FnOnce()) {
+        let (closing, closes) = mpsc::channel::<()>();
+        let watch = move || {
+            if closes.recv_timeout(UNIT_CLOSE_MAX) == Err(RecvTimeoutError::Timeout) {
+                // Fails only after a takeover or the end of the export, when nothing is blocked.
+                let _ = self.ask(|all, id, place| all.block_hand_over(id, place, false));
+            }
+        };
+        std::thread::scope(|scope| {
+            // Without the thread, takeovers stay blocked until the unit is closed.
+            let watch_close = std::thread::Builder::new().name("ringhaul-unit".into());
+            let _ = watch_close.spawn_scoped(scope, watch);
+            close();
+            drop(closing);
+        });
     }
 
     /// Adds a unit on this disk, as requested at `asked`. Returns false if the export has ended.

@@ -27,7 +27,7 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 use crate::daemon::Daemon;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::socket::peer::{Peer, peer_is_in_group};
 use crate::takeover;
 use client::Client;

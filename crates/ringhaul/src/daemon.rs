@@ -8,7 +8,6 @@ pub(crate) mod hand_over;
 mod keeping;
 pub(crate) mod reload;
 pub(crate) mod saved_state;
-mod unit_closing;
 
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -23,16 +22,14 @@ use crate::control::export_log::ExportLog;
 use crate::control::subscribers::Subscribers;
 use crate::control::{
     ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
-    WatchedDisk,
 };
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
-use crate::daemon::unit_closing::close_unit;
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
 use crate::process::memory_limits::MemoryLimits;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::spec::command::{Command, CommandError, NewSize, Reply};
 use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
@@ -302,7 +299,7 @@ impl Daemon {
         // file system. Afterwards the disk can be opened again.
         drop((device, removed));
         if let Some(unit) = unit {
-            close_unit(|| unit.close(), &lock);
+            lock.close_unit(|| unit.close());
         }
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
@@ -362,15 +359,6 @@ impl Daemon {
             tracing::info!(export = log_name, "{what} has new rules: {text}");
         }
         Ok(Reply::Rules(Box::new(rules)))
-    }
-
-    /// Returns the disks of all exports, for the watch of their sizes.
-    ///
-    /// # Errors
-    ///
-    /// When all exports have ended.
-    pub(crate) fn watched_disks(&self) -> Result<Vec<WatchedDisk>, CommandError> {
-        self.control.watched_disks()
     }
 
     /// Binds the socket of an export. `None`: the inherited socket, which is taken only after every

@@ -1,7 +1,6 @@
 //! The options of `ringhaul serve`.
 
 pub mod config;
-mod disk;
 pub(crate) mod export;
 pub mod unit;
 
@@ -15,12 +14,12 @@ use clap::{Args, ValueEnum};
 use clap_complete::engine::{PathCompleter, ValueCompleter as _};
 use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
+use ringhaul_options::key_value::{Parts, split_at_commas};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
 use crate::spec::switches::Switches;
-use disk::parse_limits;
 
 use crate::spec::disk::completions;
 use crate::spec::qos::{LimitSpec, OnError, OnReadError};
@@ -389,6 +388,17 @@ fn complete_keys(begun: &OsStr) -> Vec<CompletionCandidate> {
         }
         None => Vec::new(),
     }
+}
+
+/// Reads limits in the form of `--limits`.
+///
+/// # Errors
+///
+/// When a key is unknown, or a value makes no sense.
+fn parse_limits(text: &str) -> anyhow::Result<LimitSpec> {
+    let limits: LimitSpec = Parts::new(&split_at_commas(text)).finish()?;
+    limits.limits()?;
+    Ok(limits)
 }
 
 fn parse_memory_size(text: &str) -> Result<u64, String> {

@@ -20,8 +20,7 @@ use crate::daemon::saved_state::SavedState;
 use crate::log;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
-use crate::process::group;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::{Endpoint, permissions};
 use crate::spec::command::{Command, CommandError, EndCause, Reply};
 use crate::spec::settings::Settings;
 use crate::spec::{EndpointSpec, ExportSpec};
@@ -45,7 +44,7 @@ const EXIT_THREAD_FAILED: u8 = 4;
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     // Before another process hands over more descriptors than the present limit allows.
-    crate::process::descriptor_limit::raise();
+    crate::process::file_limits::raise();
     match &args.takeover {
         None => begin(args, config),
         Some(socket) => {
@@ -206,7 +205,7 @@ fn reload_served(
 /// The group whose members may use the control socket.
 fn control_group(args: &ServeArgs) -> Result<Option<u32>> {
     let name = args.control_group.as_deref();
-    name.map(group::id_of).transpose().context("cannot use --control-group")
+    name.map(permissions::group_id).transpose().context("cannot use --control-group")
 }
 
 /// Listens on the control socket, if there is one.

@@ -7,28 +7,44 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Poll, Waker};
 
-use device::{QueueRole, StopKind, oneshot};
+use blockio::Remote;
+use device::{Device, QueueRole, StopKind};
 use iomem::fits;
-use virtqueue::{MAX_REGIONS, MemoryFiles};
+use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles};
 
 use super::call::{Call, CallRelay};
 use super::channel::Message;
 use super::config;
 use super::describe::describe;
 use super::details::SessionDetails;
+use super::examiner::Examiner;
 use super::inflight::{self, Inflight};
 use super::load::Load;
 use super::message::{
     DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
-use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Work};
+use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, keep_first, ring_size};
-use super::setup::SessionSetup;
 use super::shared_memory::SharedMemory;
-use super::undo::Undo;
+
+/// The device, threads and rules of a session.
+#[derive(Clone)]
+pub struct SessionSetup {
+    /// The device that is served.
+    pub device: Device,
+    /// Queue `i` is served by IoThread `i` modulo their number, which is not 0.
+    pub threads: Vec<Remote>,
+    /// The rules for memory that the front-end shares.
+    pub rules: MappingRules,
+    /// The threads that examine descriptors which may block. Each export has its own.
+    pub examiner: Arc<Examiner>,
+    /// The waker for work of [`Session::progress`](super::Session::progress) that the socket does
+    /// not announce.
+    pub waker: Waker,
+}
 
 /// A front-end's device.
 pub(super) struct Connection {
@@ -473,25 +489,6 @@ impl Connection {
             (_, Start { answer: Ok(None), .. }) => Outcome::Done,
             (_, Start { answer: Err(refusal), .. }) => Outcome::Refuse(refusal),
         }
-    }
-
-    /// Drops everything that the front-end has brought and its driver has negotiated. The result
-    /// comes when its memory is unmapped; `None`: it is.
-    pub(super) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
-        let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
-        self.rings.clear();
-        self.relay = CallRelay::default();
-        self.inflight = None;
-        if let Some(channel) = self.backend_channel.take() {
-            drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
-        }
-        self.setup.device.reset();
-        self.unmap(memory)
-    }
-
-    fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {
-        let unmapped = self.setup.examiner.unmap(memory.map);
-        unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }
 }
 

@@ -61,11 +61,10 @@ mod ring;
 mod serve;
 mod session;
 mod session_state;
-mod setup;
 mod shared_memory;
-mod undo;
 
 pub use config::PROTOCOL_FEATURES;
+pub use connection::SessionSetup;
 pub use details::{MemoryDetails, QueueDetails, QueueRole, QueueState, SessionDetails};
 pub use examiner::Examiner;
 pub use load::Load;
@@ -73,4 +72,3 @@ pub use passed_fds::{FdIndex, PassedFds};
 pub use serve::serve;
 pub use session::{End, Session, SessionProgress};
 pub use session_state::SessionState;
-pub use setup::SessionSetup;

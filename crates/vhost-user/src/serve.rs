@@ -13,9 +13,9 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use virtqueue::MappingRules;
 
+use super::connection::SessionSetup;
 use super::examiner::Examiner;
 use super::session::{End, Session, SessionProgress};
-use super::setup::SessionSetup;
 
 /// Serves `device` to the front-end at the other end of `socket`, until that disconnects. Queue `i`
 /// is served by IoThread `i` modulo their number, which is not 0. Refused messages are logged.

@@ -11,7 +11,7 @@ use device::oneshot;
 use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
-use super::connection::Connection;
+use super::connection::{Connection, SessionSetup};
 use super::details::SessionDetails;
 use super::load::Load;
 use super::message::{Header, code};
@@ -19,7 +19,6 @@ use super::outcome::{Outcome, Refusal, Work};
 use super::passed_fds::PassedFds;
 use super::ring::is_ring_fault;
 use super::session_state::{RestoredSession, SessionState};
-use super::setup::SessionSetup;
 
 /// The time that a front-end may be connected without a message, because another may wait for its
 /// place.

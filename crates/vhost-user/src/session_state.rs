@@ -11,13 +11,12 @@ use serde::{Deserialize, Serialize};
 use super::call::{Call, CallRelay};
 use super::channel::Channel;
 use super::config;
-use super::connection::Connection;
+use super::connection::{Connection, SessionSetup};
 use super::inflight::Inflight;
 use super::message::{InflightArea, Region, RingAddresses};
 use super::passed_fds::{FdIndex, PassedFds};
 use super::peer_fds::PeerFd;
 use super::ring::{RingState, invalid};
-use super::setup::SessionSetup;
 use super::shared_memory::{MemoryFile, SharedMemory};
 
 /// A session whose queues do not run, between two messages.

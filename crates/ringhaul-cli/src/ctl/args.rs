@@ -1,12 +1,16 @@
 //! The command line of `ringhaul ctl`.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use clap_complete::ArgValueCandidates;
+use clap_complete::{ArgValueCandidates, CompletionCandidate};
 use ringhaul::options::ExportArgs;
+use serde_json::json;
 
-use super::names;
+use super::connection::Connection;
+use super::sockets::find_control_socket;
 
 /// Examples and exit statuses.
 const STATUS: &str = concat!(
@@ -51,7 +55,7 @@ pub(crate) enum CtlCommand {
     /// Describe an export: its front-end, queues, memory, disks and engines.
     Show {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
     },
     /// Export a disk, or several, with the options of `serve`. Relative paths begin in the
@@ -60,7 +64,7 @@ pub(crate) enum CtlCommand {
     /// End an export, and wait until its requests are finished.
     Remove {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// Disconnect the front-end at once. Requests that were taken are still finished.
         #[arg(long)]
@@ -72,7 +76,7 @@ pub(crate) enum CtlCommand {
     /// Add a logical unit to a virtio-scsi device.
     AddLun {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// The unit, as in `serve --lun`.
         #[arg(value_name = "[T:]LUN,KEY=VALUE,...")]
@@ -81,7 +85,7 @@ pub(crate) enum CtlCommand {
     /// Remove a logical unit.
     RemoveLun {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// The address of the unit.
         #[arg(value_name = "[T:]LUN")]
@@ -90,7 +94,7 @@ pub(crate) enum CtlCommand {
     /// Change the size of a disk, or adopt the present size of its file or device.
     Resize {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// The logical unit, of virtio-scsi, and the size: `10G`, or `+10G` to add that. A size
         /// without a unit has a suffix (K, M, G, T, P) or a plus sign.
@@ -105,7 +109,7 @@ pub(crate) enum CtlCommand {
     /// options --limits, --rerror and --werror of `serve`. 0 is no limit.
     SetDisk {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// The logical unit, of virtio-scsi, and the changes.
         #[arg(value_name = "[[T:]LUN] KEY=VALUE")]
@@ -114,7 +118,7 @@ pub(crate) enum CtlCommand {
     /// Retry at once the requests that wait because a disk has failed them.
     Resume {
         /// The name of the export, or the path of its socket.
-        #[arg(add = ArgValueCandidates::new(names::of_exports))]
+        #[arg(add = ArgValueCandidates::new(export_names))]
         export: String,
         /// The logical unit, of virtio-scsi; all of them if it is left out.
         #[arg(value_name = "[T:]LUN")]
@@ -178,4 +182,46 @@ fn parse_seconds(text: &str) -> Result<u64, String> {
     let whole: u64 = whole.parse().map_err(|_| wrong())?;
     let part: u64 = format!("{part:0<3}").parse().map_err(|_| wrong())?;
     whole.checked_mul(1000).and_then(|ms| ms.checked_add(part)).ok_or_else(wrong)
+}
+
+/// The limit on the wait for the names, because the shell waits.
+const NAMES_LIMIT: Duration = Duration::from_secs(1);
+
+/// Names of the daemon's exports. Empty if the daemon does not answer.
+fn export_names() -> Vec<CompletionCandidate> {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    let exports = find_control_socket(control_of(&words)).ok().and_then(|control| {
+        let mut daemon = Connection::new(&control).ok()?;
+        daemon.set_limit(NAMES_LIMIT).ok()?;
+        daemon.call("export.list", &json!({})).ok()?.ok()
+    });
+    let exports = exports.as_ref().and_then(|exports| exports.as_array());
+    let names = exports.into_iter().flatten().filter_map(|export| export["name"].as_str());
+    names.map(CompletionCandidate::new).collect()
+}
+
+/// The control socket that a command line names.
+fn control_of(words: &[OsString]) -> Option<PathBuf> {
+    let of = |pair: &[OsString]| match pair {
+        [option, path] if option == "--control" => Some(PathBuf::from(path)),
+        _ => None,
+    };
+    let joined = words.iter().find_map(|word| word.to_str()?.strip_prefix("--control="));
+    joined.map(PathBuf::from).or_else(|| words.windows(2).find_map(of))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_names_a_daemon() {
+        let of = |words: &str| {
+            let words: Vec<OsString> = words.split(' ').map(OsString::from).collect();
+            control_of(&words)
+        };
+        assert_eq!(of("ringhaul ctl --control /c show"), Some("/c".into()));
+        assert_eq!(of("ringhaul ctl --control=/c show"), Some("/c".into()));
+        assert_eq!(of("ringhaul ctl show --control"), None);
+    }
 }

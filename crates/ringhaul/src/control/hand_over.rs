@@ -14,7 +14,7 @@ use vhost_user::{PassedFds, Session};
 use super::export::Export;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, OrderKind};
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::spec::command::{CommandError, ExportState};
 
 /// The time that queues may take to stop. Guests of all exports wait, even with fast disks.

@@ -8,7 +8,7 @@ use device::DeviceState;
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds, SessionState};
 
-use crate::socket::endpoint::EndpointState;
+use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
 
 /// An export, as far as it can be opened while the old process serves it.

@@ -14,7 +14,7 @@ use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::open::cancellation::CancelToken;
 use crate::process::memory_limits::MemoryLimits;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::spec::command::CommandError;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{EndpointSpec, ExportSettings, UnitPlace};

@@ -52,7 +52,7 @@ impl Client {
                         over from it";
             return Err(RpcError::new(Code::Refused, text));
         }
-        let process = takeover::upgrade::upgrade(&*self.daemon()?, binary);
+        let process = takeover::upgrade(&*self.daemon()?, binary);
         process.map_err(|error| RpcError::from(&error))
     }
 

@@ -11,7 +11,7 @@ use super::client::Client;
 use super::message::{Code, RpcError};
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
-use crate::process::version;
+use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -176,7 +176,7 @@ impl Method for Ping {
     type Answer = Version;
 
     fn carry_out(self, _: &mut Client) -> Result<Version, RpcError> {
-        Ok(Version { version: env!("CARGO_PKG_VERSION"), features: version::FEATURES })
+        Ok(Version { version: env!("CARGO_PKG_VERSION"), features: process::FEATURES })
     }
 }
 

@@ -17,7 +17,7 @@ use crate::open::cancellation::CancelToken;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::{ParallelCalls, Yield};
 use crate::process::service_manager;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::spec::command::{CommandError, Reply};
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace};
 use crate::threads::engines::{EngineChoice, choose};

@@ -109,7 +109,7 @@ struct Check {
 impl Checks {
     fn check_all(&mut self) {
         let Some(daemon) = self.daemon.upgrade() else { return };
-        let Ok(watched) = daemon.watched_disks() else { return };
+        let Ok(watched) = daemon.control.watched_disks() else { return };
         let keys: BTreeSet<Key> = watched.iter().map(key_of).collect();
         self.disks.retain(|key, _| keys.contains(key));
         for disk in &watched {

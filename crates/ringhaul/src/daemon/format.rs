@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::control::hand_over_state::{ExportProgress, HandedExport, HandedOpening};
-use crate::socket::endpoint::EndpointState;
+use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
 use crate::spec::settings::SettingsChange;
 

@@ -19,7 +19,7 @@ use crate::control::{ExportSetup, FailedExport};
 use crate::daemon::format::ProcessOptions;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
-use crate::socket::endpoint::{Endpoint, EndpointState};
+use crate::socket::{Endpoint, EndpointState};
 use crate::spec::command::CommandError;
 use crate::spec::settings::{PollLimits, SettingsChange};
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};

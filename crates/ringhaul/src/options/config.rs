@@ -16,8 +16,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use crate::options::{ServeArgs, one_line};
-use crate::process::group;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::{Endpoint, permissions};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 
 /// The key of exports. Every other key is an option.
@@ -259,7 +258,7 @@ impl Config {
     /// When the control group does not exist, or a path is too long for a socket.
     pub fn check_here(&self) -> Result<()> {
         if let Some(group) = &self.args.control_group {
-            group::id_of(group).context("cannot use --control-group")?;
+            permissions::group_id(group).context("cannot use --control-group")?;
         }
         if let Some(path) = &self.args.control {
             Endpoint::check_length(path, "--control")?;

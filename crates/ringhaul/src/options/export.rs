@@ -6,8 +6,7 @@ use anyhow::{Context, Result, bail};
 use ringhaul_options::key_value::{Parts, Size, split_at_commas};
 use serde::Deserialize;
 
-use super::disk::one_disk;
-use super::unit::{parse_all, parse_units};
+use super::unit::{one_disk, parse_all, parse_units};
 use super::{DeviceKind, ExportArgs, ServeArgs};
 use crate::spec::disk::redact_spec;
 use crate::spec::qos::{OnError, QosChange, QosSpec};

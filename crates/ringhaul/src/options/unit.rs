@@ -7,8 +7,7 @@ use device::unit_address::LUN_MAX;
 use ringhaul_options::key_value::{Parts, Size, split_at_commas};
 use serde::Deserialize;
 
-use super::disk::one_disk;
-use crate::spec::disk::redact_spec;
+use crate::spec::disk::{DiskSpec, redact_spec};
 use crate::spec::qos::QosChange;
 use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart};
 
@@ -97,6 +96,27 @@ fn parse(address: &str, parts: &[String]) -> Result<UnitSpec> {
     let disk = one_disk(keys.disk, keys.blk_file, keys.null)?;
     let disk = disk.context("it has no disk; add disk=DISK, blk-file=PATH or null=SIZE")?;
     Ok(UnitSpec { target, lun, disk, settings })
+}
+
+/// The disk of an export or a unit: `disk=DISK`, which includes all keys behind it, or one of the
+/// short forms `blk-file=PATH` and `null=SIZE`.
+pub(super) fn one_disk(
+    disk: Option<Vec<String>>,
+    blk_file: Option<PathBuf>,
+    null: Option<Size>,
+) -> Result<Option<DiskSpec>> {
+    let named = disk.map(|parts| {
+        DiskSpec::from_parts(&parts).with_context(|| {
+            let text = redact_spec(&format!("disk={}", parts.join(",")));
+            format!("in {text} (all keys after disk= belong to the disk)")
+        })
+    });
+    let null = null.map(|size| DiskSpec::Null { size_bytes: size.0 });
+    let mut disks = [named.transpose()?, blk_file.map(DiskSpec::File), null].into_iter().flatten();
+    match (disks.next(), disks.next()) {
+        (disk, None) => Ok(disk),
+        _ => bail!("it names more than one disk (with disk, blk-file or null); name one"),
+    }
 }
 
 /// Checks that each unit of a device has its own address.

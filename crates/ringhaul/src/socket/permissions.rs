@@ -1,5 +1,7 @@
 //! Protects the daemon's sockets from other users: checks of their folders, their owner and mode.
 
+use std::ffi::CString;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -102,6 +104,44 @@ pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> 
         .with_context(|| format!("cannot let the --control-group connect to {shown}"))
 }
 
+/// The size of the buffer for an entry of the group list, most of which is for its members.
+const ENTRY_BYTES: usize = 1 << 20;
+
+/// Returns the id of the group with this name or number.
+///
+/// # Errors
+///
+/// When there is no such group, or the system does not answer.
+pub(crate) fn group_id(name: &str) -> Result<u32> {
+    if let Ok(id) = name.parse() {
+        return Ok(id);
+    }
+    let c_name = CString::new(name).context("the name of a group must not contain a NUL byte")?;
+    let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
+    let mut strings: Vec<libc::c_char> = vec![0; ENTRY_BYTES];
+    let mut found = std::ptr::null_mut();
+    // SAFETY: the pointers are to live locals, `strings` has the given length, and the name ends
+    // with a NUL.
+    let error = unsafe {
+        libc::getgrnam_r(
+            c_name.as_ptr(),
+            entry.as_mut_ptr(),
+            strings.as_mut_ptr(),
+            strings.len(),
+            &raw mut found,
+        )
+    };
+    if error != 0 {
+        let error = io::Error::from_raw_os_error(error);
+        return Err(error).with_context(|| format!("cannot look up the group {name}"));
+    }
+    if found.is_null() {
+        bail!("there is no group {name}; use the name or number of an existing group");
+    }
+    // SAFETY: the group was found, so the function has filled `entry`.
+    Ok(unsafe { entry.assume_init() }.gr_gid)
+}
+
 fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new("."))
@@ -110,7 +150,7 @@ fn folder_of(path: &Path) -> &Path {
 fn metadata_of(folder: &Path) -> Result<std::fs::Metadata> {
     let shown = folder.display();
     let found = std::fs::metadata(folder).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => {
+        io::ErrorKind::NotFound => {
             anyhow::anyhow!("the folder {shown} does not exist; create it (mkdir -p {shown})")
         }
         _ => anyhow::anyhow!("cannot examine the folder {shown}: {error}"),
@@ -222,5 +262,14 @@ mod tests {
             assert_eq!(mode_of(&path(name)), 0o600, "{name}");
         }
         drop(listener);
+    }
+
+    #[test]
+    fn groups_have_names_and_numbers() {
+        assert_eq!(group_id("root").unwrap(), 0);
+        assert_eq!(group_id("4711").unwrap(), 4711);
+        for bad in ["no such group", "-1", "", "a\0b"] {
+            assert!(group_id(bad).is_err(), "{bad}");
+        }
     }
 }

@@ -21,7 +21,7 @@ use crate::daemon::format::{
     Request, TAKE,
 };
 use crate::daemon::hand_over::ExpectedExports;
-use crate::socket::endpoint::Endpoint;
+use crate::socket::Endpoint;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError};
 use crate::spec::settings::SettingsChange;

@@ -17,7 +17,7 @@ use crate::options::ServeArgs;
 use crate::spec::command::CommandError;
 use crate::spec::settings::PollLimits;
 use crate::spec::stats::LoopStats;
-use crate::threads::io_threads::IoThreads;
+use crate::threads::IoThreads;
 use crate::threads::shutdown::Event;
 use crate::threads::thread_watch::ThreadWatch;
 

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul::socket::endpoint::Endpoint;
+use ringhaul::socket::Endpoint;
 use ringhaul::spec::command::{
     Command, CommandError, DiskState, EndCause, ExportState, ExportStatus, Removal, Reply,
 };

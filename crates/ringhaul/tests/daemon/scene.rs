@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use ringhaul::daemon::Daemon;
 use ringhaul::options::ServeArgs;
-use ringhaul::socket::endpoint::Endpoint;
+use ringhaul::socket::Endpoint;
 use ringhaul::spec::command::{Command, EndCause, ExportStatus, Reply};
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul::threads::shutdown::Outcome;

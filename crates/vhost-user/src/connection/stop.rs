@@ -1,16 +1,21 @@
-//! The order in which rings stop: the control ring before the request rings.
+//! The end of a connection, and the order in which rings stop: the control ring before the request
+//! rings.
 //!
 //! Task management waits for the requests in the request rings, also for chains that are not popped
 //! yet. If these rings stopped first, it would fail, and the driver would escalate.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use device::StopKind;
+use device::{StopKind, oneshot};
 
 use super::Connection;
+use crate::call::CallRelay;
 use crate::message::protocol_feature;
 use crate::outcome::Change;
+use crate::peer_fds::PeerFd;
 use crate::ring::{RingProgress, keep_first};
+use crate::shared_memory::SharedMemory;
 
 impl Connection {
     /// The handling of waiting requests when rings stop for a change.
@@ -100,5 +105,24 @@ impl Connection {
             !matches!(ring.progress(), RingProgress::Busy) && ring.is_running()
         } {}
         ring.is_stopped()
+    }
+
+    /// Drops everything that the front-end has brought and its driver has negotiated. The result
+    /// comes when its memory is unmapped; `None`: it is.
+    pub(crate) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
+        let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
+        self.rings.clear();
+        self.relay = CallRelay::default();
+        self.inflight = None;
+        if let Some(channel) = self.backend_channel.take() {
+            drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
+        }
+        self.setup.device.reset();
+        self.unmap(memory)
+    }
+
+    pub(super) fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {
+        let unmapped = self.setup.examiner.unmap(memory.map);
+        unmapped.inspect(|unmapped| unmapped.wake(&self.setup.waker))
     }
 }

@@ -8,8 +8,4 @@ mod oracle;
 #[cfg(test)]
 mod scene;
 #[cfg(test)]
-mod serve;
-#[cfg(test)]
 mod session;
-#[cfg(test)]
-mod write_cache;

@@ -1,7 +1,8 @@
 //! Memory that comes and goes while a session runs.
 
+use device::blk::config::WRITEBACK_OFFSET;
 use vhost_user::End;
-use vhost_user::message::{InflightArea, Region, Request};
+use vhost_user::message::{Config, InflightArea, Region, Request};
 use virtqueue::{InflightRegion, MappingBudget, RingLayout};
 
 use crate::scene::{QUEUE_SIZE, QUEUES, Scene, region, wait_until};
@@ -74,5 +75,31 @@ fn removed_memory_makes_room_for_the_next_region() {
         drop(frontend);
         wait_until(|| scene.drive_all(&mut session).is_some());
         assert_eq!(budget.mapped_bytes(), 0);
+    }
+}
+
+/// The process is killed, and front-ends do not repeat a driver's earlier write.
+#[test]
+fn the_next_process_keeps_the_write_cache_setting() {
+    let (queues, queue_size) = (QUEUES, QUEUE_SIZE);
+    let size = InflightRegion::bytes_with_note(RingLayout::Split, queues, queue_size);
+    let region = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&region, size).unwrap();
+    let area = InflightArea { size, file_offset: 0, queues, queue_size };
+    let offset = u32::try_from(WRITEBACK_OFFSET).unwrap();
+    let config = |value| Config { offset, flags: 0, data: vec![value] };
+    let mut last = None;
+    for chosen in [0, 1, 0, 0, 1] {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = scene.attach();
+        scene.negotiate(&mut session, &mut frontend);
+        scene.send_checked(&mut session, &mut frontend, &Request::SetInflightFd(area), &[&region]);
+        scene.set_up(&mut session, &mut frontend);
+        let shown =
+            scene.exchange(&mut session, &mut frontend, &Request::GetConfig(config(0)), &[]);
+        // A new device has its cache on.
+        assert_eq!(shown[12..], [last.unwrap_or(1)], "before it chooses {chosen}");
+        scene.send_checked(&mut session, &mut frontend, &Request::SetConfig(config(chosen)), &[]);
+        last = Some(chosen);
     }
 }

@@ -1,14 +1,15 @@
 //! Sessions, step by step.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use blockio::Wait;
 use rustix::event::PollFlags;
 use vhost_user::message::{Config, Header, Region, Request, RingAddresses, code};
-use vhost_user::{End, PROTOCOL_FEATURES, SessionProgress};
+use vhost_user::{End, PROTOCOL_FEATURES, SessionProgress, serve};
 
-use crate::scene::{Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
+use crate::scene::{Frontend, Scene, bytes_of, descriptors_of, new_eventfd, region, wait_until};
 
 /// The limits of the session.
 const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
@@ -462,4 +463,22 @@ fn a_refused_base_is_not_kept() {
     assert_eq!(scene.exchange(&mut session, &mut frontend, &base(7), &[]), NACK);
     let answer = scene.exchange(&mut session, &mut frontend, &get_base(1), &[]);
     assert_eq!(number(&answer) >> 32, 3);
+}
+
+/// A session that its own thread drives.
+#[test]
+fn a_thread_serves_one_front_end_until_it_disconnects() {
+    let scene = Scene::new();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (device, threads) = (scene.device.clone(), vec![scene.io.remote()]);
+    let server = std::thread::spawn(move || serve(ours, device, threads).unwrap());
+    let mut frontend = Frontend::new(theirs);
+    for _ in 0..2 {
+        frontend.send(&Request::GetFeatures, false, &[]);
+        let (_, body) = frontend.receive().unwrap();
+        let features = u64::from_ne_bytes(body.try_into().unwrap());
+        assert_eq!(features & scene.device.features(), scene.device.features());
+    }
+    drop(frontend);
+    assert_eq!(server.join().unwrap(), End::Gone(None));
 }

@@ -1,4 +1,6 @@
-//! The limit on open files (`RLIMIT_NOFILE`), and how exports share it.
+//! The limits on the size of files and on open files (`RLIMIT_NOFILE`), which exports share.
+
+use std::io;
 
 use iomem::fits;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -14,8 +16,23 @@ const RESERVED_EACH: usize = 2;
 /// The smallest share: enough for a front-end with some queues if the limit is unreasonably low.
 const SHARE_MIN: usize = 32;
 
-/// Raises the limit as far as the system allows. A front-end may bring three descriptors for each
-/// of 256 queues, and their IoThreads duplicate them: more than the usual soft limit of 1024.
+/// Makes a write beyond the limit on the size of files (`RLIMIT_FSIZE`) fail with EFBIG, an error
+/// of one request. By default the write also raises SIGXFSZ, which ends the process and all its
+/// exports. Applies to the whole process.
+///
+/// # Errors
+///
+/// When the kernel refuses.
+pub fn survive_size_limit() -> io::Result<()> {
+    // SAFETY: no handler is installed. Only the default action of a signal is replaced, which
+    // nothing else in this process handles.
+    let previous = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Raises the limit on open files as far as the system allows. A front-end may bring three
+/// descriptors for each of 256 queues, and their IoThreads duplicate them: more than the usual soft
+/// limit of 1024.
 pub(crate) fn raise() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
