@@ -20,7 +20,6 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use iomem::fits;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -184,10 +183,10 @@ fn listen(
 
 /// Waits for a client or, without a listener, for [`PAUSE`]. Returns true if the socket is to stop.
 fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
-    let pause = Timespec { tv_sec: fits(PAUSE.as_secs(), "a pause in seconds"), tv_nsec: 0 };
+    let pause = Timespec::try_from(PAUSE).ok().filter(|_| listener.is_none());
     let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
     fds.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
-    match poll(&mut fds, listener.is_none().then_some(&pause)) {
+    match poll(&mut fds, pause.as_ref()) {
         Ok(_) => !fds[0].revents().is_empty(),
         Err(Errno::INTR) => false,
         Err(error) => {

@@ -1,6 +1,6 @@
 //! The daemon: named exports, and the commands that add, change and remove them.
 
-mod adding;
+pub(crate) mod adding;
 pub(crate) mod arguments;
 pub(crate) mod disk_monitor;
 pub(crate) mod format;

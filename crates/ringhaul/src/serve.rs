@@ -11,12 +11,13 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 use crate::control_socket::ControlSocket;
-use crate::daemon::Daemon;
+use crate::daemon::adding::OpeningThread;
 use crate::daemon::arguments::ParsedOptions;
 use crate::daemon::disk_monitor::DiskMonitor;
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::reload::Reload;
 use crate::daemon::saved_state::SavedState;
+use crate::daemon::{Daemon, Shutdown};
 use crate::log;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
@@ -93,12 +94,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
     let opening = daemon.begin_restore(exports)?;
-    let outcome = ending.wait(&daemon)?;
-    opening.settle();
-    if outcome == Outcome::Clean {
-        daemon.saved_state().into_iter().for_each(SavedState::end);
-    }
-    Ok(end(outcome, control))
+    end(ending, &daemon, Some(opening), control)
 }
 
 /// Takes over the exports of another process. A signal before the takeover ends this process only.
@@ -139,14 +135,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let control =
         ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
-    let outcome = ending.wait(&daemon)?;
-    if let Some(opening) = opening {
-        opening.settle();
-    }
-    if outcome == Outcome::Clean {
-        daemon.saved_state().into_iter().for_each(SavedState::end);
-    }
-    Ok(end(outcome, control))
+    end(ending, &daemon, opening, control)
 }
 
 /// Sets up per-process state.
@@ -221,12 +210,23 @@ fn listen(
     control.map(start).transpose()
 }
 
-fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
+/// Waits for the end of the daemon, and hands over or closes what the process holds.
+fn end(
+    ending: Shutdown,
+    daemon: &Daemon,
+    opening: Option<OpeningThread>,
+    control: Option<ControlSocket>,
+) -> Result<ExitCode> {
+    let outcome = ending.wait(daemon)?;
+    opening.into_iter().for_each(OpeningThread::settle);
+    if outcome == Outcome::Clean {
+        daemon.saved_state().into_iter().for_each(SavedState::end);
+    }
     let lost = virtqueue::lost_regions();
     if lost > 0 {
         tracing::warn!("front-ends truncated the files of {lost} memory regions in use");
     }
-    match outcome {
+    Ok(match outcome {
         Outcome::Clean => ExitCode::SUCCESS,
         Outcome::HandedOver => {
             control.into_iter().for_each(ControlSocket::hand_over);
@@ -234,7 +234,7 @@ fn end(outcome: Outcome, control: Option<ControlSocket>) -> ExitCode {
         }
         Outcome::Abandoned => ExitCode::from(EXIT_ABANDONED),
         Outcome::ThreadFailed => ExitCode::from(EXIT_THREAD_FAILED),
-    }
+    })
 }
 
 /// The thread that ends the daemon, or reloads its configuration, on a signal. Dropping it ends the

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
 use device::oneshot;
-use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -352,14 +351,10 @@ impl Exports {
         let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
         let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
         let hand_over = self.hand_over.as_ref().and_then(HandOver::deadline);
-        let timeout =
-            deadlines.chain(report).chain(hand_over).chain(at_once).min().map(|deadline| {
-                let left = deadline.saturating_duration_since(now);
-                Timespec {
-                    tv_sec: fits(left.as_secs(), "a time-out in seconds"),
-                    tv_nsec: left.subsec_nanos().into(),
-                }
-            });
+        let next = deadlines.chain(report).chain(hand_over).chain(at_once).min();
+        let left = next.map(|deadline| deadline.saturating_duration_since(now));
+        // A time that the kernel cannot represent is as good as none.
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         let mut whose = vec![Polled::Alarm];
         let mut fds = vec![PollFd::new(&self.alarm.0, PollFlags::IN)];
         for (index, export) in self.list.iter().enumerate() {

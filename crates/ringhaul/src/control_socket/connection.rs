@@ -7,7 +7,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use iomem::fits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
@@ -147,10 +146,7 @@ impl Connection {
             if left.is_some_and(|left| left.is_zero()) {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            let left = left.map(|left| Timespec {
-                tv_sec: fits(left.as_secs(), "a time-out in seconds"),
-                tv_nsec: left.subsec_nanos().into(),
-            });
+            let left = left.map(Timespec::try_from).transpose().map_err(io::Error::other)?;
             match poll(&mut [PollFd::new(&self.stream, what)], left.as_ref()) {
                 Ok(0) | Err(Errno::INTR) => {}
                 Ok(_) => return Ok(()),

@@ -4,16 +4,15 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use vhost_user::PassedFds;
 use virtqueue::InflightRegion;
 
-use super::wire::Receiver;
+use super::wire::{Receiver, monotonic_ns};
 use crate::control::hand_over_state::{HandedExport, HandedOpening};
 use crate::daemon::Daemon;
 use crate::daemon::format::{
@@ -163,8 +162,7 @@ impl Taken {
     /// Serves. Returns the source of the requests that the old process still passes on.
     pub(crate) fn resume(self, daemon: &Daemon) -> PassedOnRequests {
         daemon.resume();
-        let now = clock_gettime(ClockId::Monotonic);
-        let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
+        let now = monotonic_ns(Instant::now());
         let still = Duration::from_nanos(now.saturating_sub(self.since_ns));
         let Self { receiver, version, process, exports, .. } = self;
         tracing::info!(

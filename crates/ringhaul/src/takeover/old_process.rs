@@ -2,16 +2,15 @@
 
 use std::io::{BufRead, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use serde_json::{Value, json};
 use vhost_user::PassedFds;
 use virtqueue::InflightRegion;
 
-use super::wire::send_fds;
+use super::wire::{monotonic_ns, send_fds};
 use crate::daemon::Daemon;
 use crate::daemon::format::{
     Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, Request, TAKE,
@@ -156,14 +155,6 @@ fn stop(
     service_manager::main_process(process);
     paused_queues.release(process, stream, disks);
     Ok(())
-}
-
-/// A moment in nanoseconds of CLOCK_MONOTONIC, which processes share.
-fn monotonic_ns(moment: Instant) -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
-    let ago = u64::try_from(moment.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    now.saturating_sub(ago)
 }
 
 /// The conversation with the new process.

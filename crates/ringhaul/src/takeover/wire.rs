@@ -5,18 +5,28 @@ use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
+use std::time::Instant;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use rustix::time::{ClockId, clock_gettime};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
 const MAX_FDS: usize = 253;
 
 /// The longest answer, in bytes.
 const LINE_MAX: usize = 64 << 20;
+
+/// A moment in nanoseconds of CLOCK_MONOTONIC, which processes share.
+pub(super) fn monotonic_ns(moment: Instant) -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let now = now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs();
+    let ago = u64::try_from(moment.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    now.saturating_sub(ago)
+}
 
 /// Sends descriptors.
 pub(super) fn send_fds<'fd>(
