@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::daemon::Daemon;
+use crate::open::parallel::{ParallelCalls, Yield};
 use crate::options::config::{Config, ConfigFile};
 use crate::options::export::OF_EXPORTS;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
@@ -280,36 +281,21 @@ impl Reloader {
 
     /// Carries out these changes side by side, and waits for them for at most [`PATIENCE`].
     fn carry_out(&self, changes: Vec<(String, Change)>) {
-        let (done, results) = mpsc::channel();
-        let mut waits = BTreeMap::new();
-        for (number, (export, change)) in changes.into_iter().enumerate() {
-            let name = lock(&self.record).name_of(&export);
-            let socket = export.clone();
-            let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
-            let done = done.clone();
-            let work = move || {
-                let is_unsupported = change.is_unsupported();
-                change.carry_out(export.clone(), &daemon, &record);
-                if !is_unsupported {
-                    lock(&record).pending.remove(&export);
-                }
-                // After a long change the receiver is gone.
-                let _ = done.send(number);
-            };
-            match std::thread::Builder::new().name("ringhaul-change".into()).spawn(work) {
-                Ok(_) => drop(waits.insert(number, name)),
-                Err(error) => {
-                    tracing::error!(export = name, "cannot be changed now: {error}");
-                    lock(&self.record).pending.remove(&socket);
-                }
+        let names = changes.iter().map(|(export, _)| lock(&self.record).name_of(export));
+        let mut waits: BTreeMap<usize, String> = names.enumerate().collect();
+        let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
+        let carry_out = move |(export, change): (String, Change), give_way: Yield<'_>| {
+            give_way();
+            let is_unsupported = change.is_unsupported();
+            change.carry_out(export.clone(), &daemon, &record);
+            if !is_unsupported {
+                lock(&record).pending.remove(&export);
             }
-        }
+        };
+        let mut calls = ParallelCalls::begin(changes, carry_out);
         let until = Instant::now() + PATIENCE;
-        while !waits.is_empty() {
-            match results.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(number) => drop(waits.remove(&number)),
-                Err(_) => break,
-            }
+        while let Some((number, _)) = calls.next(Some(until)) {
+            waits.remove(&number);
         }
         for export in waits.values() {
             let seconds = PATIENCE.as_secs();
