@@ -294,44 +294,30 @@ where
     fn format_event(
         &self,
         context: &FmtContext<'_, S, N>,
-        writer: Writer<'_>,
+        mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
         if IS_JSON.load(Ordering::Relaxed) {
             JsonLines.format_event(context, writer, event)
         } else if is_journal() {
-            JournalLines.format_event(context, writer, event)
+            // The journal adds the time.
+            let level = *event.metadata().level();
+            write!(writer, "<{}>{level} ", journal_priority(level))?;
+            context.format_fields(writer.by_ref(), event)?;
+            writeln!(writer)
         } else {
             self.0.format_event(context, writer, event)
         }
     }
 }
 
-/// Formats lines for the journal of systemd, which reads their priority and adds the time
-/// (sd-daemon(3)).
-struct JournalLines;
-
-impl<S, N> FormatEvent<S, N> for JournalLines
-where
-    S: Subscriber + for<'span> LookupSpan<'span>,
-    N: for<'writer> FormatFields<'writer> + 'static,
-{
-    fn format_event(
-        &self,
-        context: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
-        let level = *event.metadata().level();
-        let priority = match level {
-            Level::ERROR => 3,
-            Level::WARN => 4,
-            Level::INFO => 6,
-            Level::DEBUG | Level::TRACE => 7,
-        };
-        write!(writer, "<{priority}>{level} ")?;
-        context.format_fields(writer.by_ref(), event)?;
-        writeln!(writer)
+/// The priority of a line in the journal of systemd (sd-daemon(3)).
+fn journal_priority(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        Level::DEBUG | Level::TRACE => 7,
     }
 }
 
