@@ -17,8 +17,6 @@ use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles};
 use super::call::{Call, CallRelay};
 use super::channel::Message;
 use super::config;
-use super::describe::describe;
-use super::details::SessionDetails;
 use super::examiner::Examiner;
 use super::inflight::{self, Inflight};
 use super::load::Load;
@@ -114,20 +112,11 @@ impl Connection {
         self.rings.iter().position(RingState::is_up).filter(|_| has_none)
     }
 
-    /// Describes the front-end's set-up.
-    pub(super) fn describe(&self) -> SessionDetails {
-        describe(&self.setup.device, self.protocol_features, &self.rings, &self.memory.map)
-    }
-
     /// The number of open descriptors of the front-end's rings, memory and inflight region.
     pub(super) fn descriptors(&self) -> usize {
         let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
         let of_inflight = self.inflight.as_ref().map_or(0, |inflight| inflight.files.len());
         of_rings + self.memory.files.len() + of_inflight
-    }
-
-    pub(super) fn next_avail(&self, queue: usize) -> Option<u16> {
-        self.rings.get(queue)?.next_avail_now()
     }
 
     /// Notifies the front-end that the configuration has changed. Returns false if it has not

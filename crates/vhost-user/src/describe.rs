@@ -7,31 +7,22 @@ use virtqueue::GuestMemory;
 use super::details::{MemoryDetails, QueueDetails, SessionDetails};
 use super::ring::RingState;
 
-/// Names of feature bits, from the specification.
+/// Names of the feature bits that are offered, from the specification.
 type Names = &'static [(u32, &'static str)];
 
 /// Features of all devices and of vhost-user.
 const COMMON: Names = &[
-    (24, "notify-on-empty"),
-    (26, "log-all"),
     (27, "any-layout"),
     (28, "indirect-desc"),
     (29, "event-idx"),
     (30, "protocol-features"),
     (32, "version-1"),
-    (33, "access-platform"),
-    (34, "ring-packed"),
     (35, "in-order"),
-    (36, "order-platform"),
-    (38, "notification-data"),
-    (40, "ring-reset"),
 ];
 
 /// Features of virtio-blk.
 const BLK: Names = &[
-    (1, "size-max"),
     (2, "seg-max"),
-    (4, "geometry"),
     (5, "ro"),
     (6, "blk-size"),
     (9, "flush"),
@@ -40,31 +31,21 @@ const BLK: Names = &[
     (12, "mq"),
     (13, "discard"),
     (14, "write-zeroes"),
-    (15, "lifetime"),
-    (16, "secure-erase"),
-    (17, "zoned"),
 ];
 
 /// Features of virtio-scsi.
-const SCSI: Names = &[(0, "inout"), (1, "hotplug"), (2, "change"), (3, "t10-pi")];
+const SCSI: Names = &[(1, "hotplug"), (2, "change")];
 
 /// Features of the vhost-user protocol.
 const PROTOCOL: Names = &[
     (0, "mq"),
-    (1, "log-shmfd"),
     (3, "reply-ack"),
     (5, "backend-req"),
-    (8, "pagefault"),
     (9, "config"),
-    (10, "backend-send-fd"),
-    (11, "host-notifier"),
     (12, "inflight-shmfd"),
     (13, "reset-device"),
-    (14, "inband-notifications"),
     (15, "configure-mem-slots"),
     (16, "status"),
-    (18, "shared-object"),
-    (19, "device-state"),
     (20, "get-vring-base-inflight"),
 ];
 

@@ -12,6 +12,7 @@ use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::{Connection, SessionSetup};
+use super::describe::describe;
 use super::details::SessionDetails;
 use super::load::Load;
 use super::message::{Header, code};
@@ -310,7 +311,8 @@ impl Session {
 
     /// Describes the front-end's set-up.
     pub fn describe(&self) -> SessionDetails {
-        self.connection.describe()
+        let Connection { setup, protocol_features, rings, memory, .. } = &self.connection;
+        describe(&setup.device, *protocol_features, rings, &memory.map)
     }
 
     /// Returns a ring that the front-end has started without sharing any memory.
@@ -334,7 +336,7 @@ impl Session {
     /// no room for chains.
     #[must_use]
     pub fn next_avail(&self, queue: usize) -> Option<u16> {
-        self.connection.next_avail(queue)
+        self.connection.rings.get(queue)?.next_avail_now()
     }
 
     fn end(&mut self, end: End) {
