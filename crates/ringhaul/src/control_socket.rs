@@ -33,7 +33,7 @@ use client::Client;
 use client_quota::ClientQuota;
 use connection::{Connection, Input, LIMITS, Line};
 use message::{Code, Request, RpcError, answer_line};
-use methods::Entry;
+use methods::{Kind, find};
 
 pub use methods::schema;
 
@@ -272,8 +272,8 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         }
     };
     let Request { id, method, params } = request;
-    let call = Entry::find(&method).and_then(|entry| Ok((entry, entry.with(params)?)));
-    let ends = matches!(call, Ok((entry, _)) if entry.ends);
+    let call = find(&method).and_then(|method| Ok((method.kind(), method.with(params)?)));
+    let ends = matches!(call, Ok((Kind::Ends, _)));
     let connection = Arc::clone(&client.connection);
     let answer = |result| match &id {
         Some(id) => connection.send(&answer_line(Some(id), result)),
@@ -282,8 +282,9 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     if ends {
         answer(Ok(serde_json::json!({})))?;
     }
-    let result = call.and_then(|(entry, call)| {
-        let _waiting = entry.may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
+    let result = call.and_then(|(kind, call)| {
+        let may_wait = kind == Kind::MayWait;
+        let _waiting = may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
         call(client)
     });
     if !ends {

@@ -20,91 +20,99 @@ use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
-const METHODS: [Entry; 15] = [
-    Entry::of::<Ping>(),
-    Entry::of::<List>(),
-    Entry::of::<Show>(),
-    Entry::of::<Add>(),
-    Entry::of::<Removal>(),
-    Entry::of::<AddUnit>(),
-    Entry::of::<RemoveUnit>(),
-    Entry::of::<Resize>(),
-    Entry::of::<SetDisk>(),
-    Entry::of::<ResumeDisk>(),
-    Entry::of::<SettingsChange>(),
-    Entry::of::<Upgrade>(),
-    Entry::of::<Counters>(),
-    Entry::of::<Subscribe>(),
-    Entry::of::<Shutdown>(),
+static METHODS: [&dyn Method; 15] = [
+    &Typed { name: "ping", kind: Kind::Quick, carry_out: ping },
+    &Typed { name: "export.list", kind: Kind::Quick, carry_out: list },
+    &Typed { name: "export.show", kind: Kind::Quick, carry_out: show },
+    &Typed { name: "export.add", kind: Kind::MayWait, carry_out: add },
+    &Typed { name: "export.remove", kind: Kind::MayWait, carry_out: remove },
+    &Typed { name: "lun.add", kind: Kind::MayWait, carry_out: add_unit },
+    &Typed { name: "lun.remove", kind: Kind::MayWait, carry_out: remove_unit },
+    &Typed { name: "disk.resize", kind: Kind::MayWait, carry_out: resize },
+    &Typed { name: "disk.set", kind: Kind::Quick, carry_out: set_disk },
+    &Typed { name: "disk.resume", kind: Kind::Quick, carry_out: resume_disk },
+    &Typed { name: "set", kind: Kind::Quick, carry_out: set },
+    &Typed { name: "upgrade", kind: Kind::MayWait, carry_out: upgrade },
+    &Typed { name: "stats", kind: Kind::Quick, carry_out: stats },
+    &Typed { name: "subscribe", kind: Kind::Quick, carry_out: subscribe },
+    &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
 ];
 
-/// A method: the type of its parameters.
-trait Method: DeserializeOwned + JsonSchema + 'static {
-    const NAME: &'static str;
-    /// True if the method may wait for a disk or a guest.
-    const MAY_WAIT: bool = false;
-    /// True if the process may end before it can answer. An empty answer comes first in that case.
-    const ENDS: bool = false;
-    type Answer: Serialize + JsonSchema;
-
-    /// Carries out the method, and waits for its result.
-    fn carry_out(self, client: &mut Client) -> Result<Self::Answer, RpcError>;
+/// The time that a method may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Quick,
+    /// It may wait for a disk or a guest.
+    MayWait,
+    /// The process may end before it can answer. An empty answer comes first.
+    Ends,
 }
 
 /// A method in the list of all.
-pub(super) struct Entry {
-    name: &'static str,
-    /// True if the method may wait for a disk or a guest.
-    pub(super) may_wait: bool,
-    /// True if an empty answer is sent before the method is carried out.
-    pub(super) ends: bool,
-    call: fn(Value) -> Result<Call, RpcError>,
-    schema: fn(&mut Schemas) -> Value,
+pub(super) trait Method: Sync {
+    fn name(&self) -> &'static str;
+    fn kind(&self) -> Kind;
+    /// Reads the parameters of a call.
+    fn with(&self, params: Value) -> Result<Call, RpcError>;
+    fn schema(&self, schemas: &mut Schemas) -> Value;
 }
 
 /// A method with its parameters.
 pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, RpcError>>;
 
-impl Entry {
-    const fn of<M: Method>() -> Self {
-        let (name, may_wait, ends) = (M::NAME, M::MAY_WAIT, M::ENDS);
-        Self { name, may_wait, ends, call: call::<M>, schema: schema_of::<M> }
+/// A method with the types of its parameters and its answer.
+struct Typed<P, A> {
+    name: &'static str,
+    kind: Kind,
+    carry_out: fn(P, &mut Client) -> Result<A, RpcError>,
+}
+
+impl<P, A> Method for Typed<P, A>
+where
+    P: DeserializeOwned + JsonSchema + 'static,
+    A: Serialize + JsonSchema + 'static,
+{
+    fn name(&self) -> &'static str {
+        self.name
     }
 
-    /// Finds the method with this name.
-    pub(super) fn find(name: &str) -> Result<&'static Self, RpcError> {
-        METHODS.iter().find(|entry| entry.name == name).ok_or_else(|| {
-            let names = METHODS.each_ref().map(|entry| entry.name).join(", ");
-            RpcError::new(
-                Code::NoMethod,
-                format!("there is no method '{name}'; the methods are {names}"),
-            )
-        })
+    fn kind(&self) -> Kind {
+        self.kind
     }
 
-    /// Reads the parameters of a call.
-    pub(super) fn with(&self, params: Value) -> Result<Call, RpcError> {
-        (self.call)(params)
+    fn with(&self, params: Value) -> Result<Call, RpcError> {
+        if !params.is_object() {
+            return Err(RpcError::new(Code::Params, "the parameters must be an object with names"));
+        }
+        let params: P = serde_path_to_error::deserialize(params).map_err(|error| {
+            let (place, error) = (error.path().to_string(), reword(error.inner().to_string()));
+            // Some errors concern all parameters, and some name their place themselves.
+            let is_known = place == "." || error.contains(&format!("`{place}`"));
+            let text = if is_known { error } else { format!("{place}: {error}") };
+            RpcError::new(Code::Params, text)
+        })?;
+        let carry_out = self.carry_out;
+        Ok(Box::new(move |client| {
+            serde_json::to_value(carry_out(params, client)?).map_err(|error| {
+                RpcError::new(Code::Failed, format!("cannot encode the answer as JSON: {error}"))
+            })
+        }))
+    }
+
+    fn schema(&self, schemas: &mut Schemas) -> Value {
+        json!({ "params": schemas.read::<P>(), "result": schemas.written::<A>() })
     }
 }
 
-fn call<M: Method>(params: Value) -> Result<Call, RpcError> {
-    if !params.is_object() {
-        return Err(RpcError::new(Code::Params, "the parameters must be an object with names"));
-    }
-    let method: M = serde_path_to_error::deserialize(params).map_err(|error| {
-        let (place, error) = (error.path().to_string(), reword(error.inner().to_string()));
-        // Some errors concern all parameters, and some name their place themselves.
-        let is_known = place == "." || error.contains(&format!("`{place}`"));
-        let text = if is_known { error } else { format!("{place}: {error}") };
-        RpcError::new(Code::Params, text)
-    })?;
-    Ok(Box::new(|client| {
-        let answer = serde_json::to_value(method.carry_out(client)?);
-        answer.map_err(|error| {
-            RpcError::new(Code::Failed, format!("cannot encode the answer as JSON: {error}"))
-        })
-    }))
+/// Finds the method with this name.
+pub(super) fn find(name: &str) -> Result<&'static dyn Method, RpcError> {
+    METHODS.into_iter().find(|method| method.name() == name).ok_or_else(|| {
+        let names = METHODS.map(|method| method.name()).join(", ");
+        RpcError::new(
+            Code::NoMethod,
+            format!("there is no method '{name}'; the methods are {names}"),
+        )
+    })
 }
 
 /// Rewords an error about parameters: advice replaces words of the parser.
@@ -122,15 +130,11 @@ fn reword(error: String) -> String {
     if error.starts_with("missing field") { format!("{error}; {advice}") } else { error }
 }
 
-fn schema_of<M: Method>(schemas: &mut Schemas) -> Value {
-    json!({ "params": schemas.read::<M>(), "result": schemas.written::<M::Answer>() })
-}
-
 /// All methods with their parameters and answers, events and errors, by JSON Schema.
 pub fn schema() -> Value {
     let mut schemas = Schemas::new();
-    let methods = METHODS.iter().map(|entry| (entry.name.to_owned(), (entry.schema)(&mut schemas)));
-    let methods: Map<String, Value> = methods.collect();
+    let methods = METHODS.map(|method| (method.name().to_owned(), method.schema(&mut schemas)));
+    let methods = Map::from_iter(methods);
     let event = schemas.written::<ExportEvent>();
     let errors = Code::ALL.map(|(code, meaning)| ((code as i32).to_string(), json!(meaning)));
     json!({
@@ -171,13 +175,8 @@ struct Version {
     features: &'static [&'static str],
 }
 
-impl Method for Ping {
-    const NAME: &'static str = "ping";
-    type Answer = Version;
-
-    fn carry_out(self, _: &mut Client) -> Result<Version, RpcError> {
-        Ok(Version { version: env!("CARGO_PKG_VERSION"), features: process::FEATURES })
-    }
+fn ping(_: Ping, _: &mut Client) -> Result<Version, RpcError> {
+    Ok(Version { version: env!("CARGO_PKG_VERSION"), features: process::FEATURES })
 }
 
 /// Lists the exports, in the order in which they were added.
@@ -185,13 +184,8 @@ impl Method for Ping {
 #[serde(deny_unknown_fields)]
 struct List {}
 
-impl Method for List {
-    const NAME: &'static str = "export.list";
-    type Answer = Vec<ExportStatus>;
-
-    fn carry_out(self, client: &mut Client) -> Result<Vec<ExportStatus>, RpcError> {
-        ask!(client, Command::Show, Reply::Exports)
-    }
+fn list(_: List, client: &mut Client) -> Result<Vec<ExportStatus>, RpcError> {
+    ask!(client, Command::Show, Reply::Exports)
 }
 
 /// Describes an export in detail.
@@ -202,13 +196,8 @@ struct Show {
     export: String,
 }
 
-impl Method for Show {
-    const NAME: &'static str = "export.show";
-    type Answer = ExportDetails;
-
-    fn carry_out(self, client: &mut Client) -> Result<ExportDetails, RpcError> {
-        ask!(client, Command::Describe(self.export), Reply::Export).map(|details| *details)
-    }
+fn show(params: Show, client: &mut Client) -> Result<ExportDetails, RpcError> {
+    ask!(client, Command::Describe(params.export), Reply::Export).map(|details| *details)
 }
 
 /// Opens the disks of an export and serves it.
@@ -216,24 +205,12 @@ impl Method for Show {
 #[serde(transparent)]
 struct Add(ExportSpec);
 
-impl Method for Add {
-    const NAME: &'static str = "export.add";
-    const MAY_WAIT: bool = true;
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        client.handle(Command::Add(vec![self.0])).map(|_| Done {})
-    }
+fn add(params: Add, client: &mut Client) -> Result<Done, RpcError> {
+    client.handle(Command::Add(vec![params.0])).map(|_| Done {})
 }
 
-impl Method for Removal {
-    const NAME: &'static str = "export.remove";
-    const MAY_WAIT: bool = true;
-    type Answer = ExportStatus;
-
-    fn carry_out(self, client: &mut Client) -> Result<ExportStatus, RpcError> {
-        ask!(client, Command::Remove(self), Reply::Removed).map(|status| *status)
-    }
+fn remove(params: Removal, client: &mut Client) -> Result<ExportStatus, RpcError> {
+    ask!(client, Command::Remove(params), Reply::Removed).map(|status| *status)
 }
 
 /// Adds a logical unit to a virtio-scsi device. The guest is notified.
@@ -246,15 +223,9 @@ struct AddUnit {
     unit: UnitSpec,
 }
 
-impl Method for AddUnit {
-    const NAME: &'static str = "lun.add";
-    const MAY_WAIT: bool = true;
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        let command = Command::AddUnit(self.export, Box::new(self.unit));
-        client.handle(command).map(|_| Done {})
-    }
+fn add_unit(params: AddUnit, client: &mut Client) -> Result<Done, RpcError> {
+    let command = Command::AddUnit(params.export, Box::new(params.unit));
+    client.handle(command).map(|_| Done {})
 }
 
 /// Removes a logical unit, and answers when its disk is closed. The guest is notified.
@@ -270,15 +241,9 @@ struct RemoveUnit {
     lun: u16,
 }
 
-impl Method for RemoveUnit {
-    const NAME: &'static str = "lun.remove";
-    const MAY_WAIT: bool = true;
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        let Self { export, target, lun } = self;
-        client.handle(Command::RemoveUnit(export, UnitPlace { target, lun })).map(|_| Done {})
-    }
+fn remove_unit(params: RemoveUnit, client: &mut Client) -> Result<Done, RpcError> {
+    let RemoveUnit { export, target, lun } = params;
+    client.handle(Command::RemoveUnit(export, UnitPlace { target, lun })).map(|_| Done {})
 }
 
 /// Changes the size of a disk, and notifies the guest.
@@ -306,17 +271,11 @@ struct Resized {
     size_bytes: u64,
 }
 
-impl Method for Resize {
-    const NAME: &'static str = "disk.resize";
-    const MAY_WAIT: bool = true;
-    type Answer = Resized;
-
-    fn carry_out(self, client: &mut Client) -> Result<Resized, RpcError> {
-        let Self { export, target, lun, size_bytes, shrink } = self;
-        let size = NewSize { size_bytes, shrink };
-        let command = Command::Resize(export, place(target, lun)?, size);
-        ask!(client, command, Reply::Resized).map(|size_bytes| Resized { size_bytes })
-    }
+fn resize(params: Resize, client: &mut Client) -> Result<Resized, RpcError> {
+    let Resize { export, target, lun, size_bytes, shrink } = params;
+    let size = NewSize { size_bytes, shrink };
+    let command = Command::Resize(export, place(target, lun)?, size);
+    ask!(client, command, Reply::Resized).map(|size_bytes| Resized { size_bytes })
 }
 
 /// Changes the limits of a disk, and the handling of requests that it fails.
@@ -337,16 +296,11 @@ struct SetDisk {
     werror: Option<OnError>,
 }
 
-impl Method for SetDisk {
-    const NAME: &'static str = "disk.set";
-    type Answer = FullQosSpec;
-
-    fn carry_out(self, client: &mut Client) -> Result<FullQosSpec, RpcError> {
-        let Self { export, target, lun, limits, rerror, werror } = self;
-        let change = Box::new(QosChange { limits, rerror, werror });
-        ask!(client, Command::SetDisk(export, place(target, lun)?, change), Reply::Rules)
-            .map(|rules| *rules)
-    }
+fn set_disk(params: SetDisk, client: &mut Client) -> Result<FullQosSpec, RpcError> {
+    let SetDisk { export, target, lun, limits, rerror, werror } = params;
+    let change = Box::new(QosChange { limits, rerror, werror });
+    ask!(client, Command::SetDisk(export, place(target, lun)?, change), Reply::Rules)
+        .map(|rules| *rules)
 }
 
 /// Retries at once the requests that wait because a disk has failed them.
@@ -361,14 +315,9 @@ struct ResumeDisk {
     lun: Option<u16>,
 }
 
-impl Method for ResumeDisk {
-    const NAME: &'static str = "disk.resume";
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        let Self { export, target, lun } = self;
-        client.handle(Command::Resume(export, place(target, lun)?)).map(|_| Done {})
-    }
+fn resume_disk(params: ResumeDisk, client: &mut Client) -> Result<Done, RpcError> {
+    let ResumeDisk { export, target, lun } = params;
+    client.handle(Command::Resume(export, place(target, lun)?)).map(|_| Done {})
 }
 
 /// The place of a disk. `None`: no unit is named.
@@ -379,13 +328,8 @@ fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, RpcE
     Ok(lun.map(|lun| UnitPlace { target: target.unwrap_or(0), lun }))
 }
 
-impl Method for SettingsChange {
-    const NAME: &'static str = "set";
-    type Answer = Settings;
-
-    fn carry_out(self, client: &mut Client) -> Result<Settings, RpcError> {
-        ask!(client, Command::Set(self), Reply::Settings)
-    }
+fn set(params: SettingsChange, client: &mut Client) -> Result<Settings, RpcError> {
+    ask!(client, Command::Set(params), Reply::Settings)
 }
 
 /// Returns all counters.
@@ -393,13 +337,8 @@ impl Method for SettingsChange {
 #[serde(deny_unknown_fields)]
 struct Counters {}
 
-impl Method for Counters {
-    const NAME: &'static str = "stats";
-    type Answer = DaemonStats;
-
-    fn carry_out(self, client: &mut Client) -> Result<DaemonStats, RpcError> {
-        ask!(client, Command::Stats, Reply::Stats).map(|stats| *stats)
-    }
+fn stats(_: Counters, client: &mut Client) -> Result<DaemonStats, RpcError> {
+    ask!(client, Command::Stats, Reply::Stats).map(|stats| *stats)
 }
 
 /// Sends events on this connection from now on.
@@ -410,13 +349,8 @@ struct Subscribe {
     events: Option<Vec<EventKind>>,
 }
 
-impl Method for Subscribe {
-    const NAME: &'static str = "subscribe";
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        client.subscribe(self.events).map(|()| Done {})
-    }
+fn subscribe(params: Subscribe, client: &mut Client) -> Result<Done, RpcError> {
+    client.subscribe(params.events).map(|()| Done {})
 }
 
 /// Lets another program take over from the daemon, and answers when it has.
@@ -434,14 +368,8 @@ struct Upgraded {
     process: u32,
 }
 
-impl Method for Upgrade {
-    const NAME: &'static str = "upgrade";
-    const MAY_WAIT: bool = true;
-    type Answer = Upgraded;
-
-    fn carry_out(self, client: &mut Client) -> Result<Upgraded, RpcError> {
-        Ok(Upgraded { process: client.upgrade(&self.binary)? })
-    }
+fn upgrade(params: Upgrade, client: &mut Client) -> Result<Upgraded, RpcError> {
+    Ok(Upgraded { process: client.upgrade(&params.binary)? })
 }
 
 /// Ends the daemon, as SIGTERM does.
@@ -449,14 +377,8 @@ impl Method for Upgrade {
 #[serde(deny_unknown_fields)]
 struct Shutdown {}
 
-impl Method for Shutdown {
-    const NAME: &'static str = "shutdown";
-    const ENDS: bool = true;
-    type Answer = Done;
-
-    fn carry_out(self, client: &mut Client) -> Result<Done, RpcError> {
-        client.handle(Command::End(EndCause::Control)).map(|_| Done {})
-    }
+fn shutdown(_: Shutdown, client: &mut Client) -> Result<Done, RpcError> {
+    client.handle(Command::End(EndCause::Control)).map(|_| Done {})
 }
 
 #[cfg(test)]
@@ -549,7 +471,7 @@ mod tests {
     }
 
     fn problem_of(method: &str, params: Value) -> Option<RpcError> {
-        Entry::find(method).and_then(|entry| entry.with(params)).err()
+        find(method).and_then(|method| method.with(params)).err()
     }
 
     #[test]
