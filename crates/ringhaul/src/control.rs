@@ -15,14 +15,15 @@ mod order;
 mod stages;
 pub(crate) mod subscribers;
 
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
+use blockio::executor::Lock;
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
@@ -51,7 +52,7 @@ pub struct Control {
     stages: Arc<Stages>,
     orders: mpsc::Sender<Order>,
     alarm: Arc<Alarm>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Lock<Option<JoinHandle<()>>>,
 }
 
 impl Control {
@@ -83,7 +84,7 @@ impl Control {
                 drop(exports);
             })
             .context("cannot start the control thread")?;
-        Ok(Self { stages, orders, alarm, thread: Mutex::new(Some(thread)) })
+        Ok(Self { stages, orders, alarm, thread: Lock::new(Some(thread)) })
     }
 
     /// Takes the names and the sockets of exports that the caller is about to open, all or none. A
@@ -323,7 +324,7 @@ impl Control {
 
     /// Waits until the last export has ended.
     pub fn join(&self) {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             let _ = thread.join();
         }

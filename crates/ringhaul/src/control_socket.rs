@@ -15,11 +15,12 @@ mod unique_keys;
 use std::io::{self, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use blockio::executor::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -55,7 +56,7 @@ pub(crate) struct ControlSocket {
 /// The number of requests in progress.
 #[derive(Default)]
 struct RequestsInProgress {
-    count: Mutex<usize>,
+    count: Lock<usize>,
     decreased: Condvar,
 }
 
@@ -64,20 +65,20 @@ struct RequestGuard<'a>(&'a RequestsInProgress);
 
 impl RequestsInProgress {
     fn begin(&self) -> RequestGuard<'_> {
-        *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *self.count.lock() += 1;
         RequestGuard(self)
     }
 
     /// Waits until no request is in progress, for at most [`LAST_ANSWERS_MAX`].
     fn wait(&self) {
-        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = self.count.lock();
         drop(self.decreased.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
     }
 }
 
 impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
-        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *self.0.count.lock() -= 1;
         self.0.decreased.notify_all();
     }
 }

@@ -10,11 +10,12 @@ pub(crate) mod reload;
 pub(crate) mod saved_state;
 
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
+use blockio::executor::Lock;
 use device::access::DiskAccess;
 use device::{CallWatch, Device};
 
@@ -51,17 +52,17 @@ pub struct Daemon {
     limits: MemoryLimits,
     /// The socket that the parent process left open, with its descriptor number, until it is
     /// served.
-    inherited: Mutex<Option<(i32, Endpoint)>>,
+    inherited: Lock<Option<(i32, Endpoint)>>,
     shared_disks: SharedDisks,
     groups: Arc<LimitGroups>,
-    pool: Mutex<Pool>,
-    thread_watch: Arc<Mutex<ThreadWatch>>,
+    pool: Lock<Pool>,
+    thread_watch: Arc<Lock<ThreadWatch>>,
     events: mpsc::Sender<Event>,
     /// The start parameters of this process and its control socket, which a takeover needs.
     process_options: OnceLock<(ProcessOptions, Option<Weak<Endpoint>>)>,
     subscribers: Subscribers,
     /// The settings that were changed since the start.
-    changes: Mutex<SettingsChange>,
+    changes: Lock<SettingsChange>,
     /// Reads the exports of the configuration file.
     of_file: OnceLock<ConfigExports>,
     ownership: Arc<Ownership>,
@@ -92,7 +93,7 @@ impl Daemon {
     ///
     /// When the kernel has no thread or descriptor left.
     pub fn start(args: ServeArgs, inherited: Option<(i32, Endpoint)>) -> Result<(Self, Shutdown)> {
-        let thread_watch = Arc::new(Mutex::new(ThreadWatch::new()));
+        let thread_watch = Arc::new(Lock::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
         // The receiver is dropped only when the daemon ends anyway.
@@ -106,15 +107,15 @@ impl Daemon {
             args,
             control,
             limits,
-            inherited: Mutex::new(inherited),
+            inherited: Lock::new(inherited),
             shared_disks: SharedDisks::default(),
             groups: Arc::default(),
-            pool: Mutex::new(Pool { threads, exports: 0 }),
+            pool: Lock::new(Pool { threads, exports: 0 }),
             thread_watch,
             events,
             process_options: OnceLock::new(),
             subscribers: Subscribers::default(),
-            changes: Mutex::default(),
+            changes: Lock::default(),
             of_file: OnceLock::new(),
             ownership: Arc::default(),
             saved_state: OnceLock::new(),
@@ -130,7 +131,7 @@ impl Daemon {
     /// When the kernel refuses a signal handler or a thread.
     pub fn watch(&self) -> Result<CallWatch> {
         let threads = Arc::clone(&self.thread_watch);
-        let check = move |now| threads.lock().unwrap_or_else(PoisonError::into_inner).check(now);
+        let check = move |now| threads.lock().check(now);
         Ok(CallWatch::start(check)?)
     }
 
@@ -227,26 +228,26 @@ impl Daemon {
 
     /// Marks the first export as about to be served.
     fn begin_to_serve(&self) -> Result<(), CommandError> {
-        self.pool().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
+        self.pool.lock().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
         Ok(())
     }
 
     fn stats(&self) -> Result<Reply, CommandError> {
         let exports = self.control.stats()?;
-        let iothreads = self.pool().threads.as_ref().ok_or(CommandError::Ending)?.stats();
+        let iothreads = self.pool.lock().threads.as_ref().ok_or(CommandError::Ending)?.stats();
         Ok(Reply::Stats(Box::new(DaemonStats { exports, iothreads })))
     }
 
     fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {
         let _ours = self.ownership.await_ours()?;
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
         let mut limits = threads.poll_limits();
         change.apply(&mut limits).map_err(CommandError::Invalid)?;
         threads.set_poll_limits(limits);
         let settings = Settings::from_limits(limits);
         if *change != SettingsChange::default() {
-            self.changes.lock().unwrap_or_else(PoisonError::into_inner).add(change);
+            self.changes.lock().add(change);
             let Settings { log, poll_max_us, poll_budget } = &settings;
             let log = log.as_deref().unwrap_or("not known");
             tracing::info!(
@@ -366,21 +367,17 @@ impl Daemon {
     fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
         match &spec.endpoint {
             EndpointSpec::Path(path) => Endpoint::bind(path, "--socket-path").map(Some),
-            EndpointSpec::Fd(fd) => match &*self.inherited() {
+            EndpointSpec::Fd(fd) => match &*self.inherited.lock() {
                 Some((number, _)) if number == fd => Ok(None),
                 _ => bail!("descriptor {fd} was not inherited, or an export has taken it"),
             },
         }
     }
 
-    fn inherited(&self) -> MutexGuard<'_, Option<(i32, Endpoint)>> {
-        self.inherited.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the IoThreads of an export, beginning with that of its first queue.
     fn threads_for(&self, spec: &ExportSpec) -> Result<Vec<Thread>, CommandError> {
         let mut threads = self.all_threads(&spec.settings)?;
-        let mut pool = self.pool();
+        let mut pool = self.pool.lock();
         // Rotated, because the first queues of all exports would otherwise share the first thread.
         let first = pool.exports % threads.len();
         pool.exports += 1;
@@ -390,15 +387,11 @@ impl Daemon {
 
     /// Returns the IoThreads of an export, in no particular order.
     fn all_threads(&self, settings: &ExportSettings) -> Result<Vec<Thread>, CommandError> {
-        let mut threads = self.pool().threads.as_mut().ok_or(CommandError::Ending)?.all()?;
+        let mut threads = self.pool.lock().threads.as_mut().ok_or(CommandError::Ending)?.all()?;
         match settings.iothread {
             Some(only) => Ok(vec![threads.swap_remove(only.into())]),
             None => Ok(threads),
         }
-    }
-
-    fn pool(&self) -> MutexGuard<'_, Pool> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -415,8 +408,8 @@ impl Shutdown {
             daemon.control.join();
         }
         // The opener of a hanging disk keeps the daemon alive, so the socket is closed here.
-        drop(daemon.inherited().take());
-        let threads = daemon.pool().threads.take();
+        drop(daemon.inherited.lock().take());
+        let threads = daemon.pool.lock().threads.take();
         threads.iter().for_each(Threads::log_summaries);
         if outcome != Outcome::Clean {
             // Ending IoThreads would wait for their ops; ending the process does not.

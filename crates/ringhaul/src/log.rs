@@ -10,10 +10,11 @@ pub(crate) mod rate_limit;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::Context as _;
+use blockio::executor::Lock;
 use clap::ValueEnum;
 use ringhaul_options::redact::{printable, redact};
 use rustix::fs::fstat;
@@ -53,7 +54,7 @@ static IS_JSON: AtomicBool = AtomicBool::new(false);
 /// The filter of the log that was started, and the function that replaces it.
 struct Filter {
     reload: Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>,
-    text: Mutex<String>,
+    text: Lock<String>,
 }
 
 static FILTER: OnceLock<Filter> = OnceLock::new();
@@ -62,7 +63,7 @@ static FILTER: OnceLock<Filter> = OnceLock::new();
 #[must_use]
 pub fn filter() -> Option<String> {
     let filter = FILTER.get()?;
-    Some(filter.text.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    Some(filter.text.lock().clone())
 }
 
 /// Replaces the filter of the log.
@@ -73,7 +74,7 @@ pub fn filter() -> Option<String> {
 pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
     let parsed = filter::parse(text).map_err(anyhow::Error::msg)?;
     let filter = FILTER.get().context("this process does not write its own log")?;
-    let mut current = filter.text.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut current = filter.text.lock();
     (filter.reload)(parsed).map_err(anyhow::Error::msg)?;
     text.clone_into(&mut current);
     Ok(())
@@ -111,7 +112,7 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
         Some((filter, text)) => (filter, text, None),
         None => filter_of_environment(),
     };
-    let text = Mutex::new(text);
+    let text = Lock::new(text);
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| Lines)
         .with_ansi(has_colours())

@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags, fcntl_getfl};
 use rustix::io::Errno;
@@ -51,7 +51,7 @@ impl Drop for InheritedSocket {
 }
 
 /// Held while a socket is created, from the check of its path until it listens.
-static BINDING: Mutex<()> = Mutex::new(());
+static BINDING: Lock<()> = Lock::new(());
 
 /// The time for which a socket may be in use before it is refused: a killed process listens until
 /// its last thread has ended.
@@ -128,7 +128,7 @@ impl Endpoint {
         wait_for_killed_listener(path, Instant::now() + KILLED_MAX)?;
         // Two threads may name one place by two paths, and a socket between bind and listen looks
         // like a left-over one.
-        let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = BINDING.lock();
         clear_socket_path(path, option)?;
         let listener = listen(path).map_err(|error| {
             anyhow!("cannot listen on {shown}: {error}; choose another {option}")
@@ -167,7 +167,7 @@ impl Endpoint {
     /// When a program listens there, or something else exists there.
     pub(crate) fn check_free(path: &Path, option: &str, patience: Instant) -> Result<()> {
         wait_for_killed_listener(path, patience)?;
-        let _alone = BINDING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = BINDING.lock();
         clear_socket_path(path, option)
     }
 

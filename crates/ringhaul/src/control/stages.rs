@@ -4,9 +4,10 @@
 //! export claims it there when its disks are open, and the control thread serves it. So the opener
 //! asks the control thread once. Dropping an export, in any stage, frees its name and its socket.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use blockio::executor::Lock;
 use device::oneshot;
 
 use crate::open::cancellation::CancelToken;
@@ -22,7 +23,7 @@ pub(super) type RemovalWaiter = oneshot::Sender<Result<ExportStatus, CommandErro
 /// The record of all exports with their stages.
 #[derive(Default)]
 pub(super) struct Stages {
-    record: Mutex<Record>,
+    record: Lock<Record>,
     /// Wakes openers when a hand-over has ended.
     hand_over_ended: Condvar,
 }
@@ -161,7 +162,7 @@ impl Stages {
         name: &str,
         waiter: RemovalWaiter,
     ) -> Result<String, RemovalWaiter> {
-        let mut record = self.lock();
+        let mut record = self.record.lock();
         let entry = record.entries.iter_mut().find(|entry| entry.request.spec.is_called(name));
         let Some(Entry { request, stage, .. }) = entry else { return Err(waiter) };
         match stage {
@@ -176,12 +177,13 @@ impl Stages {
 
     /// The states of exports that are not served yet.
     pub(super) fn statuses(&self) -> Vec<ExportStatus> {
-        self.lock().pending().map(Entry::status).collect()
+        self.record.lock().pending().map(Entry::status).collect()
     }
 
     /// The names of exports that are not served yet, with the times of their requests.
     pub(super) fn unserved(&self) -> Vec<(String, Instant)> {
-        self.lock()
+        self.record
+            .lock()
             .pending()
             .map(|entry| (entry.request.spec.name(), entry.request.since))
             .collect()
@@ -194,7 +196,7 @@ impl Stages {
     ///
     /// When an export is about to be served, or the daemon is about to end.
     pub(super) fn describe(&self) -> Result<(Vec<(ExportSpec, Instant)>, u64), CommandError> {
-        let record = self.lock();
+        let record = self.record.lock();
         if record.phase == Phase::Ending {
             return Err(CommandError::Ending);
         }
@@ -214,7 +216,7 @@ impl Stages {
     /// Lets new exports and claims wait until the hand-over ends, if `is_current` accepts the
     /// generation of the record. Returns false if the hand-over does not begin.
     pub(super) fn begin_hand_over(&self, is_current: impl FnOnce(u64) -> bool) -> bool {
-        let mut record = self.lock();
+        let mut record = self.record.lock();
         let begins = record.phase == Phase::Open && is_current(record.generation);
         if begins {
             record.phase = Phase::HandingOver;
@@ -232,12 +234,12 @@ impl Stages {
     pub(super) fn close(&self, new_owner: Option<u32>) {
         self.leave(new_owner.map_or(Phase::Ending, Phase::HandedOver));
         if new_owner.is_some() {
-            self.lock().pending().for_each(|entry| entry.request.cancel_token.cancel());
+            self.record.lock().pending().for_each(|entry| entry.request.cancel_token.cancel());
         }
     }
 
     fn leave(&self, next: Phase) {
-        let mut record = self.lock();
+        let mut record = self.record.lock();
         if let Phase::Open | Phase::HandingOver = record.phase {
             record.phase = next;
         }
@@ -247,7 +249,7 @@ impl Stages {
 
     /// The reason that exports cannot change any more.
     pub(super) fn end_reason(&self) -> CommandError {
-        match self.lock().phase {
+        match self.record.lock().phase {
             Phase::HandedOver(process) => CommandError::HandedOver(process),
             Phase::Open | Phase::HandingOver | Phase::Ending => CommandError::Ending,
         }
@@ -266,12 +268,8 @@ impl Stages {
     /// Waits for the end of a hand-over.
     fn decided(&self) -> MutexGuard<'_, Record> {
         let is_undecided = |record: &mut Record| record.phase == Phase::HandingOver;
-        let record = self.hand_over_ended.wait_while(self.lock(), is_undecided);
+        let record = self.hand_over_ended.wait_while(self.record.lock(), is_undecided);
         record.unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Record> {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -304,7 +302,7 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let mut record = self.stages.lock();
+        let mut record = self.stages.record.lock();
         record.generation += 1;
         let index = record.entries.iter().position(|entry| entry.id == self.id);
         let Some(entry) = index.map(|index| record.entries.remove(index)) else { return };
@@ -380,7 +378,7 @@ impl ReadyExport {
     /// Begins to serve the export. Returns the requests that wait for its end, too.
     pub(super) fn serve(self) -> (ExportSpec, Registration, Vec<RemovalWaiter>) {
         let OpeningExport { request, registration } = self.0;
-        let mut record = registration.stages.lock();
+        let mut record = registration.stages.record.lock();
         record.generation += 1;
         record.has_served = true;
         let stage = std::mem::replace(&mut record.entry(registration.id).stage, Stage::Served);

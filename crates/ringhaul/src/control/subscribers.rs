@@ -3,10 +3,11 @@
 //! Reporting an event never waits: each subscriber has a bounded queue, and loses its subscription
 //! when the queue is full.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blockio::executor::Lock;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -114,7 +115,7 @@ pub(crate) struct Subscribers(Arc<Shared>);
 struct Shared {
     /// The number of subscribers, which IoThreads can read without the lock.
     count: AtomicUsize,
-    list: Mutex<List>,
+    list: Lock<List>,
 }
 
 #[derive(Default)]
@@ -174,8 +175,7 @@ impl Subscribers {
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut List) -> T) -> T {
-        let mut list: MutexGuard<'_, List> =
-            self.0.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = self.0.list.lock();
         let result = change(&mut list);
         self.0.count.store(list.queues.len(), Ordering::Release);
         result

@@ -4,9 +4,9 @@
 use std::io::{self, Cursor};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
@@ -36,7 +36,7 @@ const PIECE_BYTES: usize = 16 << 10;
 pub(super) struct Connection {
     stream: UnixStream,
     limits: Limits,
-    sending: Mutex<()>,
+    sending: Lock<()>,
 }
 
 /// The reading side of a connection.
@@ -60,7 +60,7 @@ pub(super) enum Line {
 impl Connection {
     pub(super) fn new(stream: UnixStream, limits: Limits) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        Ok(Self { stream, limits, sending: Mutex::default() })
+        Ok(Self { stream, limits, sending: Lock::default() })
     }
 
     /// Waits for the next line, without its end.
@@ -105,7 +105,7 @@ impl Connection {
     ///
     /// When the client does not take it in time, or has gone.
     pub(super) fn send(&self, line: &str) -> io::Result<()> {
-        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let _sending = self.sending.lock();
         let until = Instant::now() + self.limits.taken_within;
         let mut left = line.as_bytes();
         while !left.is_empty() {

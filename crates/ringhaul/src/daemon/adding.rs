@@ -245,7 +245,7 @@ impl Daemon {
         }
         self.begin_to_serve()?;
         for setup in setups.iter_mut().filter(|setup| setup.endpoint.is_none()) {
-            setup.endpoint = self.inherited().take().map(|(_, socket)| socket);
+            setup.endpoint = self.inherited.lock().take().map(|(_, socket)| socket);
             // The name is taken, so no other export can have taken the descriptor.
             let endpoint = setup.endpoint.as_ref();
             endpoint.context("the inherited descriptor serves another export")?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -79,7 +79,7 @@ impl Daemon {
 
     /// The settings that have changed since the start.
     pub(crate) fn changes(&self) -> SettingsChange {
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.changes.lock().clone()
     }
 
     /// The start of this process, and the path of its control socket.
@@ -129,7 +129,7 @@ impl Daemon {
         specs: Vec<(ExportSpec, Instant)>,
         fds: &mut PassedFds,
     ) -> Result<Vec<HandedOpening>> {
-        let inherited = self.inherited();
+        let inherited = self.inherited.lock();
         let hand_over = |(mut spec, asked): (ExportSpec, Instant)| {
             spec.fill_newer_limits(&self.groups, asked);
             let endpoint = match (&spec.endpoint, &*inherited) {
@@ -231,7 +231,7 @@ impl Daemon {
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds)).transpose();
             let endpoint = endpoint.context("cannot take over a socket")?;
             if let (EndpointSpec::Fd(fd), Some(endpoint)) = (&spec.endpoint, endpoint) {
-                *self.inherited() = Some((*fd, endpoint));
+                *self.inherited.lock() = Some((*fd, endpoint));
             }
             specs.push(spec);
         }
@@ -261,7 +261,7 @@ impl Daemon {
 
     /// Resumes the exports that were taken over. Returns when all their queues run.
     pub(crate) fn resume(&self) {
-        self.inherited().iter_mut().for_each(|(_, socket)| socket.keep());
+        self.inherited.lock().iter_mut().for_each(|(_, socket)| socket.keep());
         self.control.resume();
     }
 }
@@ -283,7 +283,7 @@ impl PausedQueues<'_> {
         let Daemon { ownership, events, control, .. } = self.daemon;
         // The new process has to restore the inherited socket, so this one must not. The end of
         // this process closes the descriptor.
-        std::mem::forget(self.daemon.inherited().take());
+        std::mem::forget(self.daemon.inherited.lock().take());
         let (leaving, left) = mpsc::channel();
         // Comes before the control thread reports that nothing is left, and before the disks:
         // requests to this process in the meantime must reach the new one in time.

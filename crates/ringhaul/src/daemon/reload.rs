@@ -7,10 +7,11 @@ mod difference;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use blockio::executor::Lock;
 
 use crate::daemon::Daemon;
 use crate::open::parallel::{ParallelCalls, Yield};
@@ -60,7 +61,7 @@ impl Reload {
         let mut reloader = Reloader::new(file, config, served, daemon);
         if let Some(daemon) = reloader.daemon.upgrade() {
             let record = Arc::clone(&reloader.record);
-            daemon.set_config_exports(move || lock(&record).of_file());
+            daemon.set_config_exports(move || record.lock().of_file());
         }
         let work = move || {
             while let Ok(first) = requests.recv() {
@@ -85,7 +86,7 @@ impl Reload {
 }
 
 /// The applied state of the file, shared by the threads that change exports.
-type Shared = Arc<Mutex<Record>>;
+type Shared = Arc<Lock<Record>>;
 
 /// The state of the file's exports in the daemon.
 #[derive(Default)]
@@ -171,7 +172,7 @@ impl Reloader {
     fn new(file: ConfigFile, config: &Config, served: &[ExportSpec], daemon: Weak<Daemon>) -> Self {
         let record = Record { served: by_socket(served), pending: BTreeMap::new() };
         let options = config.options.clone();
-        let record = Arc::new(Mutex::new(record));
+        let record = Arc::new(Lock::new(record));
         Self { file, options, daemon, record, reading: Arc::default() }
     }
 
@@ -189,7 +190,7 @@ impl Reloader {
             return;
         };
         let changes = {
-            let mut record = lock(&self.record);
+            let mut record = self.record.lock();
             record.forget_gone(&shown);
             record.begin(&by_socket(&config.exports))
         };
@@ -281,7 +282,7 @@ impl Reloader {
 
     /// Carries out these changes side by side, and waits for them for at most [`PATIENCE`].
     fn carry_out(&self, changes: Vec<(String, Change)>) {
-        let names = changes.iter().map(|(export, _)| lock(&self.record).name_of(export));
+        let names = changes.iter().map(|(export, _)| self.record.lock().name_of(export));
         let mut waits: BTreeMap<usize, String> = names.enumerate().collect();
         let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
         let carry_out = move |(export, change): (String, Change), give_way: Yield<'_>| {
@@ -289,7 +290,7 @@ impl Reloader {
             let is_unsupported = change.is_unsupported();
             change.carry_out(export.clone(), &daemon, &record);
             if !is_unsupported {
-                lock(&record).pending.remove(&export);
+                record.lock().pending.remove(&export);
             }
         };
         let mut calls = ParallelCalls::begin(changes, carry_out);
@@ -307,17 +308,17 @@ impl Reloader {
 impl Change {
     fn carry_out(self, socket: String, daemon: &Weak<Daemon>, record: &Shared) {
         let Some(daemon) = daemon.upgrade() else { return };
-        let export = lock(record).name_of(&socket);
+        let export = record.lock().name_of(&socket);
         let result = match self {
             Self::Add(spec) => daemon.add_from_config(spec.clone()).map(|_| {
                 daemon.record_config_change(&export, Some(&spec), None);
-                lock(record).served.insert(socket, spec);
+                record.lock().served.insert(socket, spec);
             }),
             Self::Remove => match daemon.handle_from_config(Command::Remove(Removal::new(&socket)))
             {
                 // A control command may have removed it already.
                 Ok(_) | Err(CommandError::Unknown(_)) => {
-                    lock(record).served.remove(&socket);
+                    record.lock().served.remove(&socket);
                     daemon.record_config_change(&export, None, None);
                     tracing::info!(export, "removed");
                     Ok(())
@@ -327,7 +328,7 @@ impl Change {
             Self::Alter(commands, _) => change_units(&daemon, commands, |done| {
                 // Recorded per disk: a change that was made is not repeated, and changes by
                 // commands are not undone.
-                if let Some(spec) = lock(record).served.get_mut(&socket) {
+                if let Some(spec) = record.lock().served.get_mut(&socket) {
                     let place = place_of(&done);
                     apply(spec, done);
                     daemon.record_config_change(
@@ -401,10 +402,6 @@ fn may_change(key: &str, config: &Config) -> bool {
 /// The value of an option in command-line form.
 fn value_of(option: &str) -> String {
     option.split_once('=').map_or(option, |(_, value)| value).to_owned()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -590,7 +587,7 @@ mod tests {
             std::fs::write(path, in_folder(text, &self.folder)).unwrap();
             self.reloader.reload();
             // On a busy machine `reload` returns before all changes have ended.
-            while !lock(&self.reloader.record).pending.is_empty() {
+            while !self.reloader.record.lock().pending.is_empty() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -685,7 +682,7 @@ mod tests {
         scene.reload(&wanted);
         let left = || {
             let config = scene.reloader.file.read().unwrap();
-            let record = lock(&scene.reloader.record);
+            let record = scene.reloader.record.lock();
             differences(&record.served, &by_socket(&config.exports))
         };
         let [(_, Change::Alter(commands, _))] = &left()[..] else { panic!("{:?}", left()) };
@@ -693,7 +690,7 @@ mod tests {
         std::fs::write(scene.folder.path().join("disk"), [0; 512]).unwrap();
         scene.reload(&wanted);
         let config = scene.reloader.file.read().unwrap();
-        let record = lock(&scene.reloader.record);
+        let record = scene.reloader.record.lock();
         assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
     }
 
@@ -707,7 +704,7 @@ mod tests {
         scene.reload(&wanted);
         scene.reload(&scsi(&unit(0, &larger)));
         assert_eq!(scene.luns(), [0, 7]);
-        let record = lock(&scene.reloader.record);
+        let record = scene.reloader.record.lock();
         let config = scene.reloader.file.read().unwrap();
         assert_eq!(differences(&record.served, &by_socket(&config.exports)), []);
     }

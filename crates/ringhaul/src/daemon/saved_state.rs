@@ -12,9 +12,9 @@ mod tests;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
+use blockio::executor::Lock;
 
 use crate::spec::command::Command;
 use crate::spec::settings::{Settings, SettingsChange};
@@ -57,7 +57,7 @@ impl ChangedPart {
 }
 
 /// The changes by commands, and the state file that stores them.
-pub(crate) struct SavedState(Mutex<Inner>);
+pub(crate) struct SavedState(Lock<Inner>);
 
 struct Inner {
     file: StateFile,
@@ -84,7 +84,7 @@ impl WritesBlocked<'_> {
 
 impl Drop for WritesBlocked<'_> {
     fn drop(&mut self) {
-        let mut inner = self.0.lock();
+        let mut inner = self.0.0.lock();
         inner.is_blocked = false;
         if let Err(error) = inner.write() {
             tracing::error!("{error:#}");
@@ -110,7 +110,7 @@ impl SavedState {
         let written = changes.clone();
         let is_blocked = false;
         let inner = Inner { file, lock, base, settings, changes, written, is_blocked };
-        Ok((Self(Mutex::new(inner)), merged))
+        Ok((Self(Lock::new(inner)), merged))
     }
 
     /// Notes the change of a command, given the exports that are `live` afterwards, and writes it.
@@ -123,7 +123,7 @@ impl SavedState {
         part: &ChangedPart,
         live: impl FnOnce() -> Vec<ExportSpec>,
     ) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         // Read under the lock: of two commands that touch one export, the second sees both changes.
         let live = live();
         let Inner { base, settings, changes, .. } = &mut *inner;
@@ -143,7 +143,7 @@ impl SavedState {
     ///
     /// When the file cannot be written.
     pub(crate) fn record_all(&self, live: &[ExportSpec], settings: &SettingsChange) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         let Inner { base, settings: base_settings, changes, .. } = &mut *inner;
         for export in live {
             changes.record_whole(export, base, live);
@@ -167,7 +167,7 @@ impl SavedState {
         export: Option<&ExportSpec>,
         disks: Option<&BTreeSet<Option<UnitPlace>>>,
     ) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         let Inner { base, changes, .. } = &mut *inner;
         changes.adopt_base_change(name, export, disks);
         base.retain(|other| !other.is_called(name));
@@ -181,7 +181,7 @@ impl SavedState {
     ///
     /// When the state file cannot be written.
     pub(crate) fn adopt_base_settings(&self, change: &SettingsChange, now: Settings) -> Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         inner.changes.settings.forget(change);
         inner.settings = now;
         inner.write()
@@ -194,7 +194,7 @@ impl SavedState {
     ///
     /// When the file cannot be written.
     pub(crate) fn forget(&self, name: &str) -> Result<bool> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         let before = inner.changes.exports.len();
         inner.changes.exports.retain(|change| !change.adds(name));
         let is_forgotten = inner.changes.exports.len() < before;
@@ -204,22 +204,18 @@ impl SavedState {
 
     /// Stops writing the file: a process that takes over writes the whole live state.
     pub(crate) fn block_writes(&self) -> WritesBlocked<'_> {
-        self.lock().is_blocked = true;
+        self.0.lock().is_blocked = true;
         WritesBlocked(self)
     }
 
     /// Removes the file at the end of the daemon if it has no changes.
     pub(crate) fn end(&self) {
-        let inner = self.lock();
+        let inner = self.0.lock();
         if inner.changes.is_empty()
             && let Err(error) = inner.file.remove(&inner.lock)
         {
             tracing::warn!("cannot remove {}: {error}", inner.file.path().display());
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

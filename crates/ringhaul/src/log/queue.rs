@@ -6,9 +6,10 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Condvar, OnceLock, PoisonError};
+use std::time::Duration;
 
+use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::stdio::stderr;
@@ -67,7 +68,7 @@ impl io::Write for Lines {
 /// The lines that wait to be written.
 #[derive(Default)]
 struct Queue {
-    state: Mutex<State>,
+    state: Lock<State>,
     changed: Condvar,
 }
 
@@ -85,7 +86,7 @@ struct State {
 
 impl Queue {
     fn push(&self, line: &[u8]) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.left_out > 0 || state.bytes + line.len() > QUEUE_BYTES {
             state.left_out += 1;
             return;
@@ -97,20 +98,20 @@ impl Queue {
 
     /// Passes lines to `write` for ever, and the number of dropped lines to `say`, in their place.
     fn write_lines(&self, write: impl Fn(&[u8]), say: impl Fn(u64)) -> ! {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             if let Some(line) = state.lines.pop_front() {
                 state.bytes -= line.len();
                 state.writing = true;
                 drop(state);
                 write(&line);
-                state = self.state();
+                state = self.state.lock();
                 state.writing = false;
             } else if state.left_out > 0 {
                 let left_out = std::mem::take(&mut state.left_out);
                 drop(state);
                 say(left_out);
-                state = self.state();
+                state = self.state.lock();
             } else {
                 self.changed.notify_all();
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -120,20 +121,9 @@ impl Queue {
 
     /// Waits until nothing is left to be written, for at most `limit`.
     fn flush(&self, limit: Duration) {
-        let deadline = Instant::now() + limit;
-        let mut state = self.state();
-        while state.writing || !state.lines.is_empty() || state.left_out > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            let waited = self.changed.wait_timeout(state, left);
-            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        let is_left =
+            |state: &mut State| state.writing || !state.lines.is_empty() || state.left_out > 0;
+        drop(self.changed.wait_timeout_while(self.state.lock(), limit, is_left));
     }
 }
 
@@ -186,7 +176,7 @@ mod tests {
         let long = vec![b'x'; QUEUE_BYTES / 4];
         queue.push(b"first");
         // The line takes room until the thread has it.
-        while !queue.state().writing {
+        while !queue.state.lock().writing {
             std::thread::yield_now();
         }
         for _ in 0..7 {
@@ -204,7 +194,7 @@ mod tests {
         allow.send(()).unwrap();
         assert_eq!(next(), "last");
         queue.flush(Duration::from_secs(30));
-        assert!(!queue.state().writing && queue.state().bytes == 0);
+        assert!(!queue.state.lock().writing && queue.state.lock().bytes == 0);
     }
 
     #[test]
@@ -212,6 +202,6 @@ mod tests {
         let (queue, _allow, _lines) = queue();
         queue.push(b"never written");
         queue.flush(Duration::from_millis(1));
-        assert!(queue.state().writing || !queue.state().lines.is_empty());
+        assert!(queue.state.lock().writing || !queue.state.lock().lines.is_empty());
     }
 }

@@ -1,7 +1,8 @@
 //! A limit on lines that a guest or a front-end can cause.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use blockio::executor::Lock;
 
 const WINDOW: Duration = Duration::from_secs(60);
 const LINES: u32 = 5;
@@ -10,7 +11,7 @@ const LINES: u32 = 5;
 /// cannot reset the limit by restarting its driver.
 #[derive(Default)]
 pub(crate) struct RateLimit {
-    state: Mutex<State>,
+    state: Lock<State>,
 }
 
 #[derive(Default)]
@@ -44,7 +45,7 @@ impl RateLimit {
 
     /// Returns true if a line may be written now.
     pub(crate) fn has_room(&self) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.start_window(Instant::now());
         state.lines < LINES
     }
@@ -58,12 +59,12 @@ impl RateLimit {
     /// Returns the number of all events and the lines that were left out and not reported. Called
     /// at the end of the export.
     pub(crate) fn totals(&self) -> (u64, u64) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         (state.total, std::mem::take(&mut state.left_out))
     }
 
     fn permit_at(&self, now: Instant) -> Option<u64> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.start_window(now);
         state.total += 1;
         if state.lines >= LINES {
@@ -75,17 +76,13 @@ impl RateLimit {
     }
 
     fn left_out_at(&self, now: Instant) -> Option<u64> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.start_window(now);
         if state.told || state.left_out == 0 {
             return None;
         }
         state.told = true;
         Some(std::mem::take(&mut state.left_out))
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,12 +2,12 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, PoisonError};
 
+use blockio::executor::Lock;
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
 /// Serialises takeovers: no other thread may come between the check and the mark.
-static TAKING: Mutex<()> = Mutex::new(());
+static TAKING: Lock<()> = Lock::new(());
 
 /// Takes over `fd` and marks it close-on-exec. Dropping the result closes it.
 ///
@@ -17,7 +17,7 @@ static TAKING: Mutex<()> = Mutex::new(());
 /// Descriptors that a Rust program opens, or that were taken over before, are close-on-exec; none
 /// that came through `exec` is.
 pub(crate) fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
-    let _guard = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = TAKING.lock();
     if fd < 0 {
         return Err(rustix::io::Errno::BADF.into());
     }

@@ -1,11 +1,12 @@
 //! The choice of an engine for each disk, and the IoThreads with the engines that their disks need.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::sync::{Arc, Once, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockio::disk::engine_trial::{Choice, TrialKey, best_engine};
+use blockio::executor::Lock;
 use blockio::stats::{OpStats, SIZE_PERCENTILES, Stats};
 use blockio::{EngineKind, Remote};
 use ringhaul_options::ineffective_warning;
@@ -196,7 +197,7 @@ fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), C
         let added = thread.remote.call(move |io| io.add_engine(config));
         // An IoThread is gone only if the daemon is about to end.
         is_new |= added.ok_or(CommandError::Ending)?.map_err(anyhow::Error::from)?;
-        thread.engines().push(engine);
+        thread.engines.lock().push(engine);
     }
     if is_new && engine == EngineKind::IoUring && args.sqpoll {
         WARNING.call_once(|| warn_of_few_cpus(args.iothreads.into()));
@@ -208,16 +209,12 @@ fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), C
 #[derive(Clone)]
 pub(crate) struct Thread {
     pub(crate) remote: Remote,
-    engines: Arc<Mutex<Vec<EngineKind>>>,
+    engines: Arc<Lock<Vec<EngineKind>>>,
 }
 
 impl Thread {
     fn has(&self, engine: EngineKind) -> bool {
-        self.engines().contains(&engine)
-    }
-
-    fn engines(&self) -> MutexGuard<'_, Vec<EngineKind>> {
-        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.engines.lock().contains(&engine)
     }
 }
 
@@ -230,14 +227,14 @@ pub(crate) struct Threads {
     serves: bool,
     poll_limits: PollLimits,
     events: mpsc::Sender<Event>,
-    stuck: Arc<Mutex<ThreadWatch>>,
+    stuck: Arc<Lock<ThreadWatch>>,
 }
 
 impl Threads {
     pub(crate) fn new(
         args: Arc<ServeArgs>,
         events: mpsc::Sender<Event>,
-        stuck: Arc<Mutex<ThreadWatch>>,
+        stuck: Arc<Lock<ThreadWatch>>,
     ) -> Self {
         let poll_limits = args.poll_limits();
         Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, stuck }
@@ -252,7 +249,7 @@ impl Threads {
         let failed = Arc::new(move || drop(events.send(Event::ThreadFailed)));
         let (count, config) = (self.args.iothreads.into(), self.args.io_thread_config());
         let threads = IoThreads::start(count, &config, &failed)?;
-        let mut stuck = self.stuck.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stuck = self.stuck.lock();
         for (index, remote) in threads.remotes().iter().enumerate() {
             self.all.push(Thread { remote: remote.clone(), engines: Arc::default() });
             stuck.add(format!("iothread-{index}"), remote.clone());

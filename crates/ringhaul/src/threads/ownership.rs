@@ -4,9 +4,10 @@ mod gate;
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use blockio::executor::Lock;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -20,7 +21,7 @@ pub(crate) const PASS_ON: &str = "takeover.pass-on";
 /// The record of which process owns the exports.
 #[derive(Default)]
 pub(crate) struct Ownership {
-    state: Mutex<Owner>,
+    state: Lock<Owner>,
     changed: Condvar,
     gate: Gate<(PassedOn, Begin)>,
 }
@@ -64,7 +65,7 @@ pub(crate) struct HandingOver<'a>(&'a Arc<Ownership>);
 impl Drop for HandingOver<'_> {
     fn drop(&mut self) {
         let ownership = self.0;
-        let state = ownership.lock();
+        let state = ownership.state.lock();
         let queued = ownership.gate.end_hand_over();
         drop(state);
         queued.into_iter().for_each(|(_, begin)| begin(ChangeGuard(Arc::clone(ownership))));
@@ -101,7 +102,7 @@ impl Ownership {
     pub(crate) fn begin_command(&self) -> Result<Running<'_>, CommandError> {
         self.gate.begin_command();
         let running = Running(self);
-        match &*self.lock() {
+        match &*self.state.lock() {
             Owner::Theirs(successor) => Err(CommandError::HandedOver(successor.process)),
             Owner::Ours | Owner::Undecided => Ok(running),
         }
@@ -144,7 +145,7 @@ impl Ownership {
     /// When another process has taken over.
     pub(crate) fn await_ours(&self) -> Result<OursGuard<'_>, CommandError> {
         let is_undecided = |state: &mut Owner| matches!(state, Owner::Undecided);
-        let state = self.changed.wait_while(self.lock(), is_undecided);
+        let state = self.changed.wait_while(self.state.lock(), is_undecided);
         let state = state.unwrap_or_else(PoisonError::into_inner);
         match &*state {
             Owner::Theirs(successor) => Err(CommandError::HandedOver(successor.process)),
@@ -158,7 +159,7 @@ impl Ownership {
     ///
     /// When it is permitted already, another process has taken over, or something is changing.
     pub(crate) fn open(&self) -> Result<(), CommandError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match &*state {
             Owner::Ours if self.gate.has_changes() => return Err(CommandError::Changed),
             Owner::Ours => *state = Owner::Undecided,
@@ -170,7 +171,7 @@ impl Ownership {
 
     /// Ends the permission, unless another process has taken over.
     pub(crate) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if matches!(*state, Owner::Undecided) {
             *state = Owner::Ours;
             self.changed.notify_all();
@@ -186,7 +187,7 @@ impl Ownership {
         on_transferred: impl FnOnce(Arc<Successor>),
     ) {
         let successor = Arc::new(Successor { process, stream });
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.gate.take_queued().iter().for_each(|(what, _)| successor.pass_on(*what));
         // This process may end at any moment after the call.
         on_transferred(Arc::clone(&successor));
@@ -197,7 +198,7 @@ impl Ownership {
     /// Waits at most `wait` for another process to take over, and returns its id.
     pub(crate) fn wait_transferred(&self, wait: Duration) -> Option<u32> {
         let has_not = |state: &mut Owner| !matches!(state, Owner::Theirs(_));
-        let waited = self.changed.wait_timeout_while(self.lock(), wait, has_not);
+        let waited = self.changed.wait_timeout_while(self.state.lock(), wait, has_not);
         match &*waited.unwrap_or_else(PoisonError::into_inner).0 {
             Owner::Theirs(successor) => Some(successor.process),
             Owner::Ours | Owner::Undecided => None,
@@ -207,7 +208,7 @@ impl Ownership {
     /// Calls `run` if this process owns the exports, and otherwise passes the request on. No
     /// takeover happens during the call.
     pub(crate) fn run_or_pass_on(&self, what: PassedOn, run: impl FnOnce()) {
-        match &*self.lock() {
+        match &*self.state.lock() {
             Owner::Theirs(successor) => successor.pass_on(what),
             Owner::Ours | Owner::Undecided => run(),
         }
@@ -220,7 +221,7 @@ impl Ownership {
         what: PassedOn,
         begin: impl FnOnce(ChangeGuard) + Send + 'static,
     ) {
-        let state = self.lock();
+        let state = self.state.lock();
         if let Owner::Theirs(successor) = &*state {
             return successor.pass_on(what);
         }
@@ -231,10 +232,6 @@ impl Ownership {
             Some((_, begin)) => begin(ChangeGuard(Arc::clone(self))),
             None => tracing::info!("a request waits for the result of a takeover"),
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Owner> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,8 +1,10 @@
 //! Commands, changes and hand-overs, which wait for each other.
 
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, PoisonError};
 use std::time::Duration;
+
+use blockio::executor::Lock;
 
 use crate::spec::command::CommandError;
 
@@ -18,7 +20,7 @@ const REASON_MAX: Duration = Duration::from_secs(2);
 /// The gate between commands and changes on one side and hand-overs on the other. A change is `T`
 /// until it begins.
 pub(super) struct Gate<T> {
-    state: Mutex<State<T>>,
+    state: Lock<State<T>>,
     changed: Condvar,
 }
 
@@ -55,7 +57,7 @@ impl<T> Default for Gate<T> {
     fn default() -> Self {
         let (started, queued) = (BTreeMap::new(), Vec::new());
         let state = State { commands: 0, changes: 0, is_closed: false, queued, started };
-        Self { state: Mutex::new(state), changed: Condvar::new() }
+        Self { state: Lock::new(state), changed: Condvar::new() }
     }
 }
 
@@ -63,19 +65,19 @@ impl<T> Gate<T> {
     /// Begins a command, when no hand-over runs, or after a long wait for one.
     pub(super) fn begin_command(&self) {
         let is_closed = |state: &mut State<T>| state.is_closed;
-        let waited = self.changed.wait_timeout_while(self.lock(), HAND_OVER_MAX, is_closed);
+        let waited = self.changed.wait_timeout_while(self.state.lock(), HAND_OVER_MAX, is_closed);
         waited.unwrap_or_else(PoisonError::into_inner).0.commands += 1;
     }
 
     pub(super) fn end_command(&self) {
-        self.lock().commands -= 1;
+        self.state.lock().commands -= 1;
         self.changed.notify_all();
     }
 
     /// Returns a change that begins now. The [end](Self::end_hand_over) of a hand-over returns the
     /// changes that came while it ran.
     pub(super) fn begin_change(&self, change: T) -> Option<T> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.is_closed {
             state.queued.push(change);
             return None;
@@ -85,18 +87,18 @@ impl<T> Gate<T> {
     }
 
     pub(super) fn end_change(&self) {
-        self.lock().changes -= 1;
+        self.state.lock().changes -= 1;
         self.changed.notify_all();
     }
 
     /// Returns true if a change is being made.
     pub(super) fn has_changes(&self) -> bool {
-        self.lock().changes > 0
+        self.state.lock().changes > 0
     }
 
     /// Changes that wait for the end of the hand-over, and for which another process is asked.
     pub(super) fn take_queued(&self) -> Vec<T> {
-        std::mem::take(&mut self.lock().queued)
+        std::mem::take(&mut self.state.lock().queued)
     }
 
     /// Begins a hand-over by this process, when no command runs and nothing is changed, or after a
@@ -106,7 +108,7 @@ impl<T> Gate<T> {
     ///
     /// When a hand-over runs.
     pub(super) fn begin_hand_over(&self, process: u32) -> Result<(), CommandError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(start) = state.started.get_mut(&process) {
             start.has_asked = true;
         }
@@ -114,14 +116,13 @@ impl<T> Gate<T> {
             return Err(CommandError::HandingOver);
         }
         let is_busy = |state: &mut State<T>| state.commands > 0 || state.changes > 0;
-        let waited = self.changed.wait_timeout_while(state, COMMANDS_MAX, is_busy);
-        drop(waited);
+        drop(self.changed.wait_timeout_while(state, COMMANDS_MAX, is_busy));
         Ok(())
     }
 
     /// Ends a hand-over. Returns the changes that begin now.
     pub(super) fn end_hand_over(&self) -> Vec<T> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.is_closed = false;
         state.changes += state.queued.len();
         let queued = std::mem::take(&mut state.queued);
@@ -132,7 +133,7 @@ impl<T> Gate<T> {
 
     /// Starts a process that is to take over. Returns it with its id.
     pub(super) fn start<S>(&self, start: impl FnOnce() -> (u32, S)) -> (u32, S) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let (process, started) = start();
         state.started.insert(process, Start::default());
         (process, started)
@@ -140,7 +141,7 @@ impl<T> Gate<T> {
 
     /// Notes that a process does not take over.
     pub(super) fn refuse(&self, process: u32, refusal: Refusal) {
-        if let Some(start) = self.lock().started.get_mut(&process) {
+        if let Some(start) = self.state.lock().started.get_mut(&process) {
             start.refusal = Some(refusal);
         }
         self.changed.notify_all();
@@ -153,13 +154,9 @@ impl<T> Gate<T> {
             let start = state.started.get(&process);
             start.is_some_and(|start| start.has_asked && start.refusal.is_none())
         };
-        let waited = self.changed.wait_timeout_while(self.lock(), REASON_MAX, is_awaited);
+        let waited = self.changed.wait_timeout_while(self.state.lock(), REASON_MAX, is_awaited);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
         state.started.remove(&process)?.refusal
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -182,7 +179,7 @@ mod tests {
                     begun.send("hand-over").unwrap();
                 }
             });
-            while !gate.lock().is_closed {
+            while !gate.state.lock().is_closed {
                 std::thread::yield_now();
             }
             assert!(matches!(gate.begin_hand_over(8), Err(CommandError::HandingOver)));
@@ -217,7 +214,7 @@ mod tests {
                     begun.send(()).unwrap();
                 }
             });
-            while !gate.lock().is_closed {
+            while !gate.state.lock().is_closed {
                 std::thread::yield_now();
             }
             assert_eq!(gate.begin_change(2), None, "a hand-over is about to run");
