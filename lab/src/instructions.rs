@@ -111,9 +111,8 @@ fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
     command.current_dir(tree).env("CARGO_TARGET_DIR", target);
     command.args(["build", "--quiet", "--release", "--package", package]);
     command.args(["--example", "instructions"]);
-    let status =
-        ManagedChild::start("cargo", &mut command, interrupt)?.wait(std::time::Duration::MAX)?;
-    ensure!(status.success(), "{example} does not build in {}", tree.display());
+    ManagedChild::run("cargo", &mut command, interrupt)
+        .with_context(|| format!("{example} does not build in {}", tree.display()))?;
     Ok(target.join("release/examples/instructions"))
 }
 

@@ -103,6 +103,13 @@ impl ManagedChild {
         Ok(Self { child, name: name.to_owned(), interrupt, is_tracer: false })
     }
 
+    /// Runs `command` to its end, however long that takes.
+    pub fn run(name: &str, command: &mut Command, interrupt: &Interrupt) -> Result<()> {
+        let status = Self::start(name, command, interrupt)?.wait(Duration::MAX)?;
+        ensure!(status.success(), "{name}: {}; its messages are above", describe(status));
+        Ok(())
+    }
+
     /// Starts a tracer. Its command line ends with the program to trace.
     ///
     /// Tracers keep signals to themselves, so signals go to the traced program.

@@ -1,9 +1,7 @@
 //! `cargo xtask fuzz`: runs the fuzz targets, each for a limited time.
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, bail};
-use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 /// The targets, in `fuzz/fuzz_targets`.
@@ -61,14 +59,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             format!("print_suppressions=0:suppressions='{}'", leaks.display()),
         );
         println!("fuzz: {target}, {} s", args.seconds);
-        let status = ManagedChild::start(target, &mut command, &interrupt)?.wait(Duration::MAX)?;
-        if !status.success() {
-            bail!(
-                "fuzz target {target}: {}; the input is in fuzz/artifacts/{target}, and \
-                 `cargo +nightly fuzz run {target} FILE` repeats it",
-                describe(status)
-            );
-        }
+        let run = ManagedChild::run(&format!("fuzz target {target}"), &mut command, &interrupt);
+        run.with_context(|| {
+            format!(
+                "an input may be in fuzz/artifacts/{target}; \
+                 `cargo +nightly fuzz run {target} FILE` repeats it"
+            )
+        })?;
     }
     Ok(())
 }

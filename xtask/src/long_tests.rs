@@ -2,10 +2,9 @@
 
 use std::ffi::OsString;
 use std::process::Command;
-use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
+use anyhow::{Context, Result, ensure};
+use ringhaul_tools::process::{Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 /// Options of `cargo xtask sim`.
@@ -41,12 +40,7 @@ pub(crate) fn sim(args: &SimArgs) -> Result<()> {
     let interrupt = Interrupt::install()?;
     let mut command: Command = workspace::cargo();
     command.arg("run").args(SIM_PACKAGE).arg("--").args(&args.options);
-    let status =
-        ManagedChild::start("the simulation", &mut command, &interrupt)?.wait(Duration::MAX)?;
-    if !status.success() {
-        bail!("the simulation ended with {}", describe(status));
-    }
-    Ok(())
+    ManagedChild::run("the simulation", &mut command, &interrupt)
 }
 
 /// Builds the daemon and kills it many times, under a driver that keeps its inflight region, on a
@@ -77,10 +71,7 @@ pub(crate) fn models() -> Result<()> {
             // There are thousands of schedules: slow code costs more time than its optimisation.
             .env("CARGO_PROFILE_TEST_OPT_LEVEL", "2")
             .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
-        let status = ManagedChild::start(checker, &mut command, &interrupt)?.wait(Duration::MAX)?;
-        if !status.success() {
-            bail!("the models in {checker}: {}; what failed is above", describe(status));
-        }
+        ManagedChild::run(&format!("the models in {checker}"), &mut command, &interrupt)?;
     }
     Ok(())
 }

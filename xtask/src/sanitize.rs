@@ -3,10 +3,9 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ringhaul_tools::process::{Interrupt, ManagedChild, describe};
+use ringhaul_tools::process::{Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 use crate::long_tests;
@@ -92,11 +91,7 @@ fn address_sanitizer(
         .env("RUSTFLAGS", format!("-Zsanitizer=address {flags}"))
         // A test checks that a process ends by SIGBUS.
         .env("ASAN_OPTIONS", "handle_sigbus=0");
-    let status = ManagedChild::start(name, &mut cargo, interrupt)?.wait(Duration::MAX)?;
-    if !status.success() {
-        bail!("{name} under AddressSanitizer: {}; its reports are above", describe(status));
-    }
-    Ok(())
+    ManagedChild::run(&format!("{name} under AddressSanitizer"), &mut cargo, interrupt)
 }
 
 fn memcheck(valgrind: &PathBuf, interrupt: &Interrupt) -> Result<()> {
@@ -116,11 +111,7 @@ fn memcheck(valgrind: &PathBuf, interrupt: &Interrupt) -> Result<()> {
             .args(SKIPPED.iter().flat_map(|name| ["--skip", name]))
             .args(filters)
             .env("PROPTEST_CASES", "4");
-        let status =
-            ManagedChild::start("valgrind", &mut command, interrupt)?.wait(Duration::MAX)?;
-        if !status.success() {
-            bail!("{package} under valgrind: {}; its reports are above", describe(status));
-        }
+        ManagedChild::run(&format!("{package} under valgrind"), &mut command, interrupt)?;
     }
     Ok(())
 }
