@@ -7,10 +7,10 @@
 //! out in the difference.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_tools::process::{self, Interrupt, ManagedChild};
+use ringhaul_tools::process::{Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
 /// Options of `cargo lab instructions`.
@@ -28,13 +28,6 @@ pub(crate) struct Args {
     #[arg(long, value_name = "RATIO", requires = "base")]
     limit: Option<f64>,
 }
-
-/// The paths of the example, with its package: the present one, and the first one, for earlier
-/// revisions.
-const EXAMPLES: [(&str, &str); 2] = [
-    ("crates/device/examples/instructions.rs", "ringhaul-device"),
-    ("crates/ringhaul/examples/instructions.rs", "ringhaul"),
-];
 
 /// The cases: disk, engine and kind of request. True if the count is the same each time. Kernel
 /// threads and the pool add to the other counts, which are the least of [`TRIES`] runs.
@@ -105,45 +98,22 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Builds the example of a tree and returns the path of the program.
 fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
-    let is_there = |(path, _): &&(&str, &str)| tree.join(path).exists();
-    let (example, package) = EXAMPLES.iter().find(is_there).context("the tree has no example")?;
     let mut command = workspace::cargo();
     command.current_dir(tree).env("CARGO_TARGET_DIR", target);
-    command.args(["build", "--quiet", "--release", "--package", package]);
+    command.args(["build", "--quiet", "--release", "--package", "ringhaul-device"]);
     command.args(["--example", "instructions"]);
     ManagedChild::run("cargo", &mut command, interrupt)
-        .with_context(|| format!("{example} does not build in {}", tree.display()))?;
+        .with_context(|| format!("the example does not build in {}", tree.display()))?;
     Ok(target.join("release/examples/instructions"))
 }
 
-/// Makes `tree` a copy of a revision. A revision from before the example gets its first version,
-/// because later ones may need parts that the revision lacks.
+/// Makes `tree` a copy of a revision.
 fn extract(revision: &str, tree: &Path) -> Result<()> {
     if tree.exists() {
         std::fs::remove_dir_all(tree).context("removing the last copy of a revision")?;
     }
     std::fs::create_dir_all(tree).with_context(|| format!("making {}", tree.display()))?;
-    let mut archive = git(&["archive", revision]).stdout(Stdio::piped()).spawn()?;
-    let content = archive.stdout.take().context("git archive has no output")?;
-    // New modification times: cargo rebuilds nothing whose sources are older than its output.
-    let status =
-        Command::new("tar").args(["-x", "-m"]).current_dir(tree).stdin(content).status()?;
-    let archived = archive.wait().context("waiting for git archive")?.success();
-    ensure!(archived && status.success(), "git has no revision {revision}");
-    if !EXAMPLES.iter().any(|(path, _)| tree.join(path).exists()) {
-        let [.., (path, _)] = EXAMPLES;
-        let words = ["log", "--diff-filter=A", "--format=%H", "-1", "--", path];
-        let first = process::output(&mut git(&words))?;
-        let text = process::output(&mut git(&["show", &format!("{first}:{path}")]))?;
-        std::fs::write(tree.join(path), text).context("putting the example into the revision")?;
-    }
-    Ok(())
-}
-
-fn git(words: &[&str]) -> Command {
-    let mut command = Command::new("git");
-    command.current_dir(workspace::root()).args(words);
-    command
+    workspace::extract(revision, tree)
 }
 
 /// Returns the instructions for each request.

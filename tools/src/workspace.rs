@@ -1,10 +1,10 @@
 //! Paths and programs: the tree, the target directory, the `ringhaul` binary, cargo.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 /// The folder of the root `Cargo.toml`.
 pub fn root() -> &'static Path {
@@ -68,6 +68,22 @@ pub fn cargo() -> Command {
     let mut command = Command::new(program);
     command.current_dir(root());
     command
+}
+
+/// Puts the files of a revision into `folder`, with the present time as their modification time:
+/// cargo rebuilds nothing whose sources are older than its output.
+pub fn extract(revision: &str, folder: &Path) -> Result<()> {
+    let mut archive = Command::new("git")
+        .current_dir(root())
+        .args(["archive", revision])
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("running git archive")?;
+    let content = archive.stdout.take().context("git archive has no output")?;
+    let tar = Command::new("tar").args(["-x", "-m"]).current_dir(folder).stdin(content).status()?;
+    let archived = archive.wait().context("waiting for git archive")?.success();
+    ensure!(archived && tar.success(), "git has no revision {revision}");
+    Ok(())
 }
 
 /// The reason for skipping tasks that need a nightly toolchain.

@@ -5,9 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use proc_macro2::{TokenStream, TokenTree};
 use ringhaul_tools::workspace;
 use syn::spanned::Spanned;
@@ -66,7 +65,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut trees = Vec::new();
     for revision in &args.revisions {
         let folder = tempfile::tempdir().context("making a temporary folder")?;
-        extract(revision, folder.path())?;
+        workspace::extract(revision, folder.path())?;
         trees.push((revision.as_str(), count(folder.path())?));
     }
     trees.push(("here", count(workspace::root())?));
@@ -80,20 +79,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             .for_each(|(category, _)| print!("{:>11}", counts.get(category).unwrap_or(&0)));
         println!();
     }
-    Ok(())
-}
-
-fn extract(revision: &str, folder: &Path) -> Result<()> {
-    let mut archive = Command::new("git")
-        .current_dir(workspace::root())
-        .args(["archive", revision])
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("running git archive")?;
-    let content = archive.stdout.take().context("git archive has no output")?;
-    let status = Command::new("tar").arg("-x").current_dir(folder).stdin(content).status()?;
-    let archived = archive.wait().context("waiting for git archive")?.success();
-    ensure!(archived && status.success(), "git has no revision {revision}");
     Ok(())
 }
 
