@@ -241,62 +241,46 @@ impl Request {
     ///
     /// If the code is unknown, or the body does not have its form.
     pub fn decode(code: u32, body: &[u8]) -> Result<Self, DecodeError> {
-        let known = Self::decode_empty(code).or_else(|| Self::decode_body(code, body));
-        match known {
-            None if !is_known(code) => Err(DecodeError::UnknownCode),
-            None => Err(DecodeError::BadBody),
-            Some(request) if request.has_no_body() && !body.is_empty() => Err(DecodeError::BadBody),
-            Some(request) => Ok(request),
+        if let Some((_, request)) = EMPTY.iter().find(|(number, _)| *number == code) {
+            return if body.is_empty() { Ok(request.clone()) } else { Err(DecodeError::BadBody) };
         }
-    }
-
-    fn decode_empty(code: u32) -> Option<Self> {
-        EMPTY.iter().find(|(number, _)| *number == code).map(|(_, request)| request.clone())
-    }
-
-    fn has_no_body(&self) -> bool {
-        EMPTY.iter().any(|(_, request)| request == self)
-    }
-
-    fn decode_body(code: u32, body: &[u8]) -> Option<Self> {
         let ring = || {
             let [index, value] = words(body.try_into().ok().map(|body: &[u8; 8]| body)?);
             Some((index, value))
         };
-        Some(match code {
-            code::SET_FEATURES => Self::SetFeatures(number(body)?),
-            code::SET_PROTOCOL_FEATURES => Self::SetProtocolFeatures(number(body)?),
-            code::SET_STATUS => Self::SetStatus(number(body)?),
-            code::SET_MEM_TABLE => Self::SetMemTable(regions(body)?),
-            code::ADD_MEM_REG => Self::AddMemReg(single_region(body)?),
-            code::REM_MEM_REG => Self::RemMemReg(single_region(body)?),
-            code::SET_VRING_NUM => ring().map(|(index, size)| Self::SetVringNum { index, size })?,
-            code::SET_VRING_BASE => {
-                ring().map(|(index, base)| Self::SetVringBase { index, base })?
-            }
-            code::GET_VRING_BASE => ring().map(|(index, _)| Self::GetVringBase { index })?,
+        let request = match code {
+            code::SET_FEATURES => number(body).map(Self::SetFeatures),
+            code::SET_PROTOCOL_FEATURES => number(body).map(Self::SetProtocolFeatures),
+            code::SET_STATUS => number(body).map(Self::SetStatus),
+            code::SET_MEM_TABLE => regions(body).map(Self::SetMemTable),
+            code::ADD_MEM_REG => single_region(body).map(Self::AddMemReg),
+            code::REM_MEM_REG => single_region(body).map(Self::RemMemReg),
+            code::SET_VRING_NUM => ring().map(|(index, size)| Self::SetVringNum { index, size }),
+            code::SET_VRING_BASE => ring().map(|(index, base)| Self::SetVringBase { index, base }),
+            code::GET_VRING_BASE => ring().map(|(index, _)| Self::GetVringBase { index }),
             code::SET_VRING_ENABLE => {
-                ring().map(|(index, value)| Self::SetVringEnable { index, value })?
+                ring().map(|(index, value)| Self::SetVringEnable { index, value })
             }
             code::SET_VRING_ADDR => {
-                let (index, addresses) = ring_addresses(body)?;
-                Self::SetVringAddr { index, addresses }
+                let ring = ring_addresses(body);
+                ring.map(|(index, addresses)| Self::SetVringAddr { index, addresses })
             }
             code::SET_VRING_KICK => {
-                ring_fd(body).map(|(index, has_fd)| Self::SetVringKick { index, has_fd })?
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringKick { index, has_fd })
             }
             code::SET_VRING_CALL => {
-                ring_fd(body).map(|(index, has_fd)| Self::SetVringCall { index, has_fd })?
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringCall { index, has_fd })
             }
             code::SET_VRING_ERR => {
-                ring_fd(body).map(|(index, has_fd)| Self::SetVringErr { index, has_fd })?
+                ring_fd(body).map(|(index, has_fd)| Self::SetVringErr { index, has_fd })
             }
-            code::GET_INFLIGHT_FD => Self::GetInflightFd(InflightArea::decode(body)?),
-            code::SET_INFLIGHT_FD => Self::SetInflightFd(InflightArea::decode(body)?),
-            code::GET_CONFIG => Self::GetConfig(Config::decode(body)?),
-            code::SET_CONFIG => Self::SetConfig(Config::decode(body)?),
-            _ => return None,
-        })
+            code::GET_INFLIGHT_FD => InflightArea::decode(body).map(Self::GetInflightFd),
+            code::SET_INFLIGHT_FD => InflightArea::decode(body).map(Self::SetInflightFd),
+            code::GET_CONFIG => Config::decode(body).map(Self::GetConfig),
+            code::SET_CONFIG => Config::decode(body).map(Self::SetConfig),
+            _ => return Err(DecodeError::UnknownCode),
+        };
+        request.ok_or(DecodeError::BadBody)
     }
 
     /// The number of the message and its body.
@@ -393,18 +377,3 @@ const EMPTY: [(u32, Request); 9] = [
     (code::GET_MAX_MEM_SLOTS, Request::GetMaxMemSlots),
     (code::GET_STATUS, Request::GetStatus),
 ];
-
-fn is_known(number: u32) -> bool {
-    matches!(
-        number,
-        code::GET_FEATURES..=code::SET_MEM_TABLE
-            | code::SET_VRING_NUM..=code::SET_VRING_ENABLE
-            | code::SET_BACKEND_REQ_FD
-            | code::GET_CONFIG
-            | code::SET_CONFIG
-            | code::GET_INFLIGHT_FD
-            | code::SET_INFLIGHT_FD
-            | code::RESET_DEVICE
-            | code::GET_MAX_MEM_SLOTS..=code::GET_STATUS
-    )
-}
