@@ -12,7 +12,6 @@
 mod kinds_tests;
 #[cfg(feature = "luks")]
 pub mod luks;
-#[cfg(feature = "nbd")]
 pub mod nbd;
 #[cfg(feature = "qcow2")]
 pub mod qcow2;
