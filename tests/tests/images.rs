@@ -428,7 +428,7 @@ fn unsupported_images_are_refused_with_a_reason() -> Result<()> {
         check(image, &images.name(image)?, &words);
     }
     let auto = format!("image,format=auto,path={base}");
-    check("a raw disk", &auto, &["its guest could write the header of an image", "raw,over"]);
+    check("a raw disk", &auto, &["its user could write the header of an image", "raw,over"]);
     check("a layer", &format!("qcow2,over=raw,over={base}"), &[&base, "not a qcow2 image"]);
     let overlay = format!("image,format=auto,path={}", images.path("overlay")?);
     let words = ["allows no backing file", "name of the disk: backing=base.img", "backing=beside"];

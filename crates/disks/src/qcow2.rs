@@ -47,12 +47,14 @@ use blockio::driver::{Driver, DriverSource, FileSource, Opened};
 use blockio::{DiskSource, EngineKind, Error, Io};
 
 use consistency::cache_limit::CacheLimit;
-pub use consistency::header::{BackingFile, ImageHeader};
+pub use consistency::header::BackingFile;
+use consistency::header::ImageHeader;
 use consistency::mark::MarkState;
 use consistency::refused;
 use consistency::write_order::WriteOrder;
+pub use core::Layer;
+pub(crate) use core::image_header;
 use core::{Core, TOO_LONG_BELOW};
-pub use core::{Layer, image_header};
 use disk::Qcow2Disk;
 use owner::{Image, Job};
 use place_table::{LAYERS_MAX, PlaceTable};

@@ -2,18 +2,18 @@
 //!
 //! | to embed | start with |
 //! |---|---|
-//! | disk I/O | [`IoThread`], [`DiskSource`], and for kinds of disks [`disks`] |
+//! | disk I/O | [`IoThread`], [`disks::open()`] for a disk by its name, [`DiskSource`] |
 //! | a disk for a guest of this process | [`Device`], [`QueueSetup`], [`GuestMemory`] |
 //! | a disk for the guest of another process | [`vhost_user::serve`] |
 //!
 //! ```
-//! use ringhaul_embed::{Buffers, DiskOptions, DiskSource, IoThread, IoThreadConfig};
+//! use ringhaul_embed::{Buffers, DiskOptions, IoThread, IoThreadConfig, disks};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let file = tempfile::NamedTempFile::new()?;
 //! # file.as_file().set_len(1 << 20)?;
-//! # let path = file.path();
-//! let source = DiskSource::file(path, &DiskOptions::default())?;
+//! # let name = file.path().display().to_string();
+//! let source = disks::open(&name, &DiskOptions::default())?;
 //! let thread = IoThread::for_disk(&source, &IoThreadConfig::default())?;
 //! let disk = source.attach(thread.io());
 //! thread.block_on(disk.write(0, Buffers::from_vec(vec![7; 512]), true))??;

@@ -11,9 +11,10 @@ use blockio::disk::ExtentKind;
 use blockio::disk::engine_trial::best_engine;
 use blockio::{DiskSource, IoThread, IoThreadConfig};
 use clap::Args;
-use ringhaul::open::cancellation::{CancelToken, with_hang_timeout};
+use disks::DiskSpec;
+use disks::open::{CancelToken, with_hang_timeout};
+use disks::spec::redact_spec;
 use ringhaul::open::disk::OpenDisk;
-use ringhaul::spec::disk::{DiskSpec, redact_spec};
 use ringhaul::spec::{CacheMode, ExportSettings};
 use serde::Serialize;
 

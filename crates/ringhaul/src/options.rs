@@ -14,6 +14,7 @@ use clap::{Args, ValueEnum};
 use clap_complete::engine::{PathCompleter, ValueCompleter as _};
 use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
+use disks::spec::completions;
 use ringhaul_options::key_value::{Parts, split_at_commas};
 use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use serde::Deserialize;
@@ -21,7 +22,6 @@ use virtqueue::MemoryFiles;
 
 use crate::spec::switches::Switches;
 
-use crate::spec::disk::completions;
 use crate::spec::qos::{LimitSpec, OnError, OnReadError};
 use crate::spec::settings::{POLL_MAX_US, PollLimits};
 use crate::spec::{CacheMode, check_name, check_queue_size, check_text};

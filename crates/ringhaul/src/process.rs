@@ -1,7 +1,6 @@
 //! The process: its version, limits, descriptors, and the service manager.
 
 pub mod file_limits;
-pub(crate) mod inherit;
 pub mod memory_limits;
 pub(crate) mod service_manager;
 

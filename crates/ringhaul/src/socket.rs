@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockio::executor::Lock;
+use disks::open::inherit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags, fcntl_getfl};
 use rustix::io::Errno;
@@ -19,7 +20,6 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds};
 
-use crate::process::inherit;
 use peer::Peer;
 
 /// A source of front-ends.

@@ -1,7 +1,6 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
 pub mod command;
-pub mod disk;
 pub(crate) mod disk_names;
 pub(crate) mod lease_id;
 pub mod qos;
@@ -23,7 +22,7 @@ use device::scsi::config::REQUEST_QUEUES_MAX;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use disk::DiskSpec;
+pub use disks::DiskSpec;
 use qos::{LimitSpec, OnError, QosChange, QosSpec};
 use switches::RUN_MAX;
 pub(crate) use unit::check_apart;

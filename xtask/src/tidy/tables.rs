@@ -52,6 +52,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/disks/src/rbd/api.rs", "looks up the functions of Ceph's libraries"),
     ("crates/disks/src/rbd/image.rs", "calls the functions of Ceph's libraries"),
     ("crates/disks/src/rbd/image/fake.rs", "tests: plays the functions of Ceph's libraries"),
+    ("crates/disks/src/open/inherit.rs", "takes over a descriptor by its number"),
     ("crates/disks/src/qcow2/storage.rs", "functions that imago calls unsafe"),
     ("crates/blockio/src/thread/time_slice.rs", "slices of threads, which rustix does not have"),
     ("crates/virtqueue/src/inflight.rs", "an account in memory that the front-end shares"),
@@ -70,7 +71,6 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
         "asks the C library, which knows where groups are listed",
     ),
     ("crates/ringhaul-cli/src/heap.rs", "an option of the heap, by the name that it looks for"),
-    ("crates/ringhaul/src/process/inherit.rs", "takes over a descriptor by its number"),
     (
         "crates/ringhaul/src/socket/peer.rs",
         "asks for options of sockets that rustix has no room for",
@@ -133,7 +133,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "testing",
         ],
     },
-    Floors { folder: "crates/disks/src", floors: &["luks", "nbd", "rbd", "qcow2"] },
+    Floors { folder: "crates/disks/src", floors: &["luks", "nbd", "rbd", "qcow2", "spec", "open"] },
     Floors {
         folder: "crates/virtqueue/src",
         floors: &[

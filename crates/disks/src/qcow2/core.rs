@@ -91,7 +91,7 @@ pub(super) fn read_front(source: &DiskSource, start: u64, bytes: u64) -> Result<
 /// # Errors
 ///
 /// If the header cannot be read, or is damaged.
-pub fn image_header(source: &DiskSource) -> Result<Option<ImageHeader>, Error> {
+pub(crate) fn image_header(source: &DiskSource) -> Result<Option<ImageHeader>, Error> {
     let block = u64::from(source.info().logical_block_bytes);
     let read = |end: u64| read_front(source, 0, end);
     let wrong = |reason| refused(source, reason);

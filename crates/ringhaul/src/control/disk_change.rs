@@ -1,7 +1,8 @@
 //! Changes in progress of an export's disks. The export ends only after they do: until then a disk
 //! is open, and its file may still change.
 
-use crate::open::cancellation::CancelToken;
+use disks::open::CancelToken;
+
 use crate::spec::UnitPlace;
 
 /// A disk of an export, or the place for one, that is being changed.

@@ -8,11 +8,11 @@ use blockio::disk::{DiskState, SizeProbe};
 use blockio::{DiskSource, Remote};
 use device::Device;
 use device::scsi::ScsiDevice;
+use disks::open::CancelToken;
 use rustix::fd::OwnedFd;
 
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
-use crate::open::cancellation::CancelToken;
 use crate::process::memory_limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::spec::command::CommandError;

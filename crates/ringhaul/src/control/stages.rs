@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use blockio::executor::Lock;
 use device::oneshot;
+use disks::open::CancelToken;
 
-use crate::open::cancellation::CancelToken;
 use crate::spec::ExportSpec;
 use crate::spec::command::{CommandError, ExportState, ExportStatus};
 

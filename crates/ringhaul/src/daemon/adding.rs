@@ -9,11 +9,11 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use disks::open::CancelToken;
 
 use super::Daemon;
 use crate::control::subscribers::{EventDetails, ExportEvent};
 use crate::control::{ExportSetup, FailedExport, OpeningExport, ReadyExport};
-use crate::open::cancellation::CancelToken;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::{ParallelCalls, Yield};
 use crate::process::service_manager;

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 
 use anyhow::Result;
+use disks::open::CancelToken;
 
 use super::Daemon;
 use super::adding::{OpeningThread, Restoring};
 use crate::daemon::saved_state::changes::Merged;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
-use crate::open::cancellation::CancelToken;
 use crate::open::disk::OpenDisk;
 use crate::spec::command::{Command, CommandError, ExportState, Reply};
 use crate::spec::lease_id::lease_id;

@@ -245,9 +245,10 @@ fn by_one_name(path: &Path) -> PathBuf {
 mod tests {
     use std::fs;
 
+    use disks::open::CancelToken;
+
     use super::*;
     use crate::control::export_log::ExportLog;
-    use crate::open::cancellation::CancelToken;
     use crate::spec::{EndpointSpec, UnitSettings};
 
     fn make(device: DeviceSpec, shared_disks: &SharedDisks) -> Result<Device> {

@@ -6,18 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockio::disk::Folder;
 use blockio::disk::hand_over::DiskHandOver;
 use blockio::{DiskOptions, DiskSource};
-use disks::rbd::RbdImage;
+use disks::DiskSpec;
+use disks::open::{CancelToken, DiskOpener};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::open::cancellation::CancelToken;
-use crate::open::image::{Backing, is_image, open_qcow2};
-#[cfg(feature = "luks")]
-use crate::open::luks::open_luks;
-use crate::spec::disk::{BackingFiles, ImageFormat, RbdSpec};
-use crate::spec::{CacheMode, DiskSpec, ExportSettings};
+use crate::spec::{CacheMode, ExportSettings};
 
 /// An open disk of an export.
 pub struct OpenDisk {
@@ -50,7 +45,7 @@ impl OpenDisk {
         let (mut is_logged, mut has_yielded, mut at_once) = (false, false, true);
         let mut again = IMMEDIATE_RETRIES;
         while token.is_active() {
-            let error = match Self::open_as(disk, Claimant { lease_id, at_once }, token) {
+            let error = match Self::open_as(disk, lease_id, at_once, token) {
                 Err(error) if at_once && again > 0 && has_no_visible_holder(&error) => {
                     again -= 1;
                     pause();
@@ -85,30 +80,30 @@ impl OpenDisk {
         lease_id: Option<u64>,
         token: &CancelToken,
     ) -> Result<Self> {
-        Self::open_as(disk, Claimant { lease_id, at_once: false }, token)
+        Self::open_as(disk, lease_id, false, token)
     }
 
+    /// Opens a disk, with `at_once` without a wait for one that is in use.
     fn open_as(
         (disk, settings): &(DiskSpec, ExportSettings),
-        by: Claimant,
-        token: &CancelToken,
+        lease_id: Option<u64>,
+        at_once: bool,
+        cancel_token: &CancelToken,
     ) -> Result<Self> {
         let opened = Instant::now();
-        let mut open_file = |path: &Path, used: FileUse, within: Option<&Folder>| {
-            open_file((path, within), used, settings, by)
+        let options = DiskOptions { user: lease_id, at_once, ..disk_options(settings) };
+        let mut cache = None;
+        let open_file = &mut |path: &Path, options: &DiskOptions| {
+            let (source, used) = open_file(path, options, settings.cache)?;
+            cache.get_or_insert(used);
+            Ok(source)
         };
-        let how = OpenSettings { settings, begin: ReadFrom::Now, token };
-        let (source, cache) = open(disk, &mut open_file, how)?;
-        if disk.has_unnamed_content() {
-            token.while_reading(&source, || {
-                source.detect_format();
-                Ok(())
-            })?;
-        }
+        let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
+        let source = opener.open(disk)?;
         if let Some(warning) = source.warning() {
             tracing::warn!("{}: {warning}", disk.name());
         }
-        Ok(Self::new(disk.name(), source, opened, cache))
+        Ok(Self::new(disk.name(), source, opened, cache.unwrap_or(wanted_cache(settings))))
     }
 
     /// Takes over a disk of this size from another process, which has it open for an export with
@@ -122,25 +117,26 @@ impl OpenDisk {
         mut file: Option<File>,
         size_bytes: u64,
     ) -> Result<Self> {
-        let mut take = |path: &Path, used: FileUse, within: Option<&Folder>| match file.take() {
-            // Backing files are opened again: only the file that is written to is handed over.
-            given if used == FileUse::Backing => {
-                file = given;
-                open_file((path, within), used, settings, Claimant::default())
+        let mut cache = None;
+        let open_file = &mut |path: &Path, options: &DiskOptions| match (file.take(), cache) {
+            (Some(file), _) => {
+                let (source, used) = take_file(file, path, options, wanted_cache(settings))?;
+                cache = Some(used);
+                Ok(source)
             }
-            Some(file) => take_file(file, path, used, settings),
-            None => bail!("{} was handed over without a descriptor", path.display()),
+            // Backing files are opened again: only the file that is written to is handed over.
+            (None, Some(_)) => Ok(open_file(path, options, settings.cache)?.0),
+            (None, None) => bail!("{} was handed over without a descriptor", path.display()),
         };
-        let how = OpenSettings {
-            settings,
-            begin: ReadFrom::WithRequests,
-            token: &CancelToken::default(),
-        };
-        let (source, cache) = open(disk, &mut take, how)?;
+        let cancel_token = &CancelToken::default();
+        let options = disk_options(settings);
+        let opener = DiskOpener { options, cancel_token, is_handed_over: true, open_file };
+        let source = opener.open(disk)?;
         if file.is_some() {
             bail!("{disk} was handed over with a superfluous descriptor");
         }
         source.hand_over().adopt_size(size_bytes);
+        let cache = cache.unwrap_or(wanted_cache(settings));
         Ok(Self::new(disk.name(), source, Instant::now(), cache))
     }
 
@@ -168,13 +164,6 @@ fn pause() {
     std::thread::sleep(Duration::from_millis(1 + 5 * (number % 4)));
 }
 
-/// The lease id for a disk, and the choice to fail at once if the disk is in use.
-#[derive(Clone, Copy, Default)]
-struct Claimant {
-    lease_id: Option<u64>,
-    at_once: bool,
-}
-
 fn is_in_use(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { .. }))
 }
@@ -183,190 +172,54 @@ fn has_no_visible_holder(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(blockio::Error::InUse { is_user_known: false, .. }))
 }
 
-/// The role of a file in a disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FileUse {
-    /// The whole disk.
-    Disk,
-    /// An image, or a part of one.
-    Image,
-    /// A layer below an image, which is only read.
-    Backing,
+/// The cache mode of a disk whose file supports it.
+fn wanted_cache(settings: &ExportSettings) -> CacheMode {
+    settings.cache.unwrap_or(CacheMode::None)
 }
 
-/// The time from which the content of a file may be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ReadFrom {
-    Now,
-    /// Until the first request, another process writes to the file.
-    WithRequests,
-}
-
-/// Settings for opening all layers of a disk.
-#[derive(Clone, Copy)]
-struct OpenSettings<'a> {
-    settings: &'a ExportSettings,
-    begin: ReadFrom,
-    token: &'a CancelToken,
-}
-
-fn disk_options(
-    settings: &ExportSettings,
-    used: FileUse,
-    direct: bool,
-    lease_id: Option<u64>,
-) -> DiskOptions {
-    let is_backing = used == FileUse::Backing;
+fn disk_options(settings: &ExportSettings) -> DiskOptions {
     DiskOptions {
-        direct,
-        read_only: settings.read_only || is_backing,
+        direct: wanted_cache(settings).is_direct(),
+        read_only: settings.read_only,
         no_lock: settings.no_lock,
         logical_block_bytes: settings.logical_block_bytes,
-        holds_image: used != FileUse::Disk,
-        user: if is_backing { None } else { lease_id },
-        at_once: false,
-        within: None,
+        ..DiskOptions::default()
     }
-}
-
-/// Opens a file and returns it with its cache mode.
-type OpenFile<'a> =
-    dyn FnMut(&Path, FileUse, Option<&Folder>) -> Result<(DiskSource, CacheMode)> + 'a;
-
-/// Opens the layers of a disk, beginning at the bottom.
-fn open(
-    disk: &DiskSpec,
-    open_file: &mut OpenFile<'_>,
-    how: OpenSettings<'_>,
-) -> Result<(DiskSource, CacheMode)> {
-    let OpenSettings { settings, begin, token } = how;
-    match disk {
-        DiskSpec::File(path) => open_file(path, FileUse::Disk, None),
-        DiskSpec::Null { size_bytes } => {
-            let options = disk_options(settings, FileUse::Disk, false, None);
-            let source = DiskSource::null(*size_bytes, &options)?;
-            Ok((source, settings.cache.unwrap_or(CacheMode::None)))
-        }
-        DiskSpec::Nbd(nbd) => {
-            let options = disk_options(settings, FileUse::Disk, false, None);
-            let source = disks::nbd::open(nbd.options(), &options);
-            let source = match begin {
-                ReadFrom::Now => source?,
-                ReadFrom::WithRequests => source.context(
-                    "cannot connect while the old process is connected; let the server allow one \
-                     more connection",
-                )?,
-            };
-            Ok((source, settings.cache.unwrap_or(CacheMode::None)))
-        }
-        DiskSpec::Rbd(image) => {
-            let cache = settings.cache.unwrap_or(CacheMode::None);
-            let options = disk_options(settings, FileUse::Disk, cache.is_direct(), None);
-            Ok((disks::rbd::open(&rbd_image(image), &options)?, cache))
-        }
-        DiskSpec::Raw { offset_bytes, size_bytes, over } => {
-            let (below, cache) = open(over, open_file, how)?;
-            Ok((DiskSource::raw(below, *offset_bytes, *size_bytes)?, cache))
-        }
-        #[cfg(feature = "luks")]
-        DiskSpec::Luks { key, header, discard, over } => {
-            let (below, cache) = open(over, open_file, how)?;
-            let open = || open_luks(below.clone(), key, header.as_deref(), *discard);
-            Ok((token.while_reading(&below, open)?, cache))
-        }
-        #[cfg(not(feature = "luks"))]
-        DiskSpec::Luks { .. } => {
-            bail!("cannot open {disk}: this program was built without LUKS (feature luks)")
-        }
-        DiskSpec::Qcow2 { backing, over } => {
-            let (below, cache) = open_for_image(over, open_file, how)?;
-            Ok((open_image(below, over, backing, open_file, how)?, cache))
-        }
-        DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
-            let (below, cache) = open_for_image(over, open_file, how)?;
-            if !token.while_reading(&below, || is_image(&below))? {
-                return Ok((below, cache));
-            }
-            Ok((open_image(below, over, backing, open_file, how)?, cache))
-        }
-    }
-}
-
-/// Opens the disk that contains an image.
-fn open_for_image(
-    over: &DiskSpec,
-    open_file: &mut OpenFile<'_>,
-    how: OpenSettings<'_>,
-) -> Result<(DiskSource, CacheMode)> {
-    let in_image = &mut |path: &Path, used: FileUse, within: Option<&Folder>| match used {
-        FileUse::Disk => open_file(path, FileUse::Image, within),
-        _ => open_file(path, used, within),
-    };
-    open(over, in_image, how)
-}
-
-/// Opens the image in `below`, which is named `over`, with the backing files that are `allowed`.
-fn open_image(
-    below: DiskSource,
-    over: &DiskSpec,
-    allowed: &BackingFiles,
-    open_file: &mut OpenFile<'_>,
-    how: OpenSettings<'_>,
-) -> Result<DiskSource> {
-    let open = &mut |path: &Path, within: Option<&Folder>| {
-        Ok(open_file(path, FileUse::Backing, within)?.0)
-    };
-    let backing = Backing { image: over.whole_file(), allowed, open };
-    let is_deferred = how.begin == ReadFrom::WithRequests;
-    // The backing files of the image are local, so the token watches `below` alone.
-    how.token.while_reading(&below, || open_qcow2(below.clone(), backing, is_deferred))
-}
-
-fn rbd_image(spec: &RbdSpec) -> RbdImage {
-    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
-    let namespace = namespace.unwrap_or_default();
-    RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive }
 }
 
 /// Takes a file that another process has opened.
 fn take_file(
     file: File,
     path: &Path,
-    used: FileUse,
-    settings: &ExportSettings,
+    options: &DiskOptions,
+    wanted: CacheMode,
 ) -> Result<(DiskSource, CacheMode)> {
     let direct = fcntl_getfl(&file)
         .map(|flags| flags.contains(OFlags::DIRECT))
         .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
-    let wanted = settings.cache.unwrap_or(CacheMode::None);
     // The other process fell back to the page cache if direct I/O did not work.
-    let cache = if direct == wanted.is_direct() { wanted } else { CacheMode::Writeback };
-    Ok((DiskHandOver::open(file, path, &disk_options(settings, used, direct, None))?, cache))
+    let cache = if direct == options.direct { wanted } else { CacheMode::Writeback };
+    let options = DiskOptions { direct, ..options.clone() };
+    Ok((DiskHandOver::open(file, path, &options)?, cache))
 }
 
 /// Opens a file with the cache of `--cache`, or by default with the best one that works.
 fn open_file(
-    (path, within): (&Path, Option<&Folder>),
-    used: FileUse,
-    settings: &ExportSettings,
-    by: Claimant,
+    path: &Path,
+    options: &DiskOptions,
+    wanted: Option<CacheMode>,
 ) -> Result<(DiskSource, CacheMode)> {
-    let cache = settings.cache.unwrap_or(CacheMode::None);
-    let options = |direct| DiskOptions {
-        at_once: by.at_once,
-        within: within.cloned(),
-        ..disk_options(settings, used, direct, by.lease_id)
-    };
-    let error = match DiskSource::file(path, &options(cache.is_direct())) {
-        Ok(source) => return Ok((source, cache)),
+    let error = match DiskSource::file(path, options) {
+        Ok(source) => return Ok((source, wanted.unwrap_or(CacheMode::None))),
         // A disk that is in use would be in use with the page cache too.
         Err(error @ blockio::Error::InUse { .. }) => return Err(error.into()),
         Err(error) => error,
     };
-    if cache.is_direct()
-        && let Ok(source) = DiskSource::file(path, &options(false))
+    let cached = DiskOptions { direct: false, ..options.clone() };
+    if options.direct
+        && let Ok(source) = DiskSource::file(path, &cached)
     {
-        if settings.cache.is_some() {
+        if wanted.is_some() {
             bail!("{error} (--cache writeback or --cache writethrough)");
         }
         tracing::warn!("{error}; falling back to --cache writeback");

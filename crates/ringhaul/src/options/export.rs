@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
+use disks::spec::redact_spec;
 use ringhaul_options::key_value::{Parts, Size, split_at_commas};
 use serde::Deserialize;
 
 use super::unit::{one_disk, parse_all, parse_units};
 use super::{DeviceKind, ExportArgs, ServeArgs};
-use crate::spec::disk::redact_spec;
 use crate::spec::qos::{OnError, QosChange, QosSpec};
 use crate::spec::{CacheMode, DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 

@@ -4,10 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use device::unit_address::LUN_MAX;
+use disks::DiskSpec;
+use disks::spec::redact_spec;
 use ringhaul_options::key_value::{Parts, Size, split_at_commas};
 use serde::Deserialize;
 
-use crate::spec::disk::{DiskSpec, redact_spec};
 use crate::spec::qos::QosChange;
 use crate::spec::{UnitPlace, UnitSettings, UnitSpec, check_apart};
 
@@ -128,7 +129,6 @@ fn apart(units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::disk::DiskSpec;
     use crate::spec::{LikeDisk, StopRule, UnitNames};
 
     #[test]

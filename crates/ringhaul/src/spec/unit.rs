@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use device::scsi::unit::{PRODUCT_BYTES, REVISION_BYTES, SERIAL_BYTES, VENDOR_BYTES};
 use device::unit_address::LUN_MAX;
+use disks::DiskSpec;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::disk::DiskSpec;
 use super::qos::{LimitSpec, OnError, QosSpec};
 use super::values::{CacheMode, Wwn, check_text};
 

@@ -39,13 +39,13 @@ const BITMAPS: u64 = 1;
 
 /// The fields of a qcow2 image's header.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageHeader {
+pub(crate) struct ImageHeader {
     /// The size of the disk in the image.
-    pub size_bytes: u64,
+    pub(crate) size_bytes: u64,
     /// The unit in which the image allocates space.
-    pub cluster_bytes: u32,
+    pub(crate) cluster_bytes: u32,
     /// The image or disk with the data that this image lacks.
-    pub backing: Option<BackingFile>,
+    pub(crate) backing: Option<BackingFile>,
     version: u32,
     incompatible: u64,
     compatible: u64,

@@ -5,12 +5,12 @@ use std::time::Instant;
 use anyhow::Context;
 use blockio::DiskSource;
 use device::Device;
+use disks::open::CancelToken;
 
 use super::Export;
 use crate::control::disk_change::{DiskChange, DiskChangeKind};
 use crate::control::order::{Answered, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 use crate::control::subscribers::EventDetails;
-use crate::open::cancellation::CancelToken;
 use crate::spec::command::{CommandError, ExportState};
 use crate::spec::qos::{FullQosSpec, QosChange, QosSpec};
 use crate::spec::{DeviceSpec, UnitPlace, UnitSpec};

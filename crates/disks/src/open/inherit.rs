@@ -16,7 +16,7 @@ static TAKING: Lock<()> = Lock::new(());
 /// When the number is not open, is that of a standard stream, or belongs to this program already.
 /// Descriptors that a Rust program opens, or that were taken over before, are close-on-exec; none
 /// that came through `exec` is.
-pub(crate) fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
+pub fn take_over(fd: RawFd) -> io::Result<OwnedFd> {
     let _guard = TAKING.lock();
     if fd < 0 {
         return Err(rustix::io::Errno::BADF.into());

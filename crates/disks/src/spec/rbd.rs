@@ -4,14 +4,14 @@ use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The pool that Ceph's own tools use if none is named.
 const POOL: &str = "rbd";
 
 /// An image in a Ceph cluster.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 #[serde(expecting = "the keys of this kind of disk and their values")]
 pub struct RbdSpec {

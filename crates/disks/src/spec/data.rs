@@ -4,7 +4,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use schemars::{JsonSchema, Schema};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -14,10 +13,11 @@ use super::rbd::RbdSpec;
 
 /// A disk by its kind. The text form of `--disk` is accepted too.
 // `remote` lets serde make functions for the variants, which the implementations below call.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(remote = "Self", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 #[serde(deny_unknown_fields, expecting = "the keys of this kind of disk and their values")]
-#[schemars(transform = or_text)]
+#[cfg_attr(feature = "schema", schemars(transform = or_text))]
 pub enum DiskSpec {
     /// A regular file or a block device.
     File(PathBuf),
@@ -76,7 +76,8 @@ pub enum DiskSpec {
 }
 
 /// The place of a secret. All bytes there belong to it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum KeySpec {
     /// A file.
@@ -93,7 +94,8 @@ fn place_of_key<'de, D: Deserializer<'de>>(deserializer: D) -> Result<KeySpec, D
 }
 
 /// The source of an image's format.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ImageFormat {
     /// The content. A disk without a known format can only be read.
@@ -102,7 +104,8 @@ pub enum ImageFormat {
 
 impl DiskSpec {
     /// The name of the disk in the log.
-    pub(crate) fn name(&self) -> String {
+    #[must_use]
+    pub fn name(&self) -> String {
         match self {
             Self::Null { .. } => "null disk".to_owned(),
             other => other.to_string(),
@@ -121,7 +124,7 @@ impl DiskSpec {
     }
 
     /// The number of layers, this one included.
-    pub(crate) fn layers(&self) -> usize {
+    pub(super) fn layers(&self) -> usize {
         1 + self.over().map_or(0, Self::layers)
     }
 
@@ -132,7 +135,8 @@ impl DiskSpec {
     }
 
     /// The path of a file or device, if the disk is all of it and nothing else.
-    pub(crate) fn whole_file(&self) -> Option<&Path> {
+    #[must_use]
+    pub fn whole_file(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
             Self::Raw { offset_bytes: 0, size_bytes: None, over } => over.whole_file(),
@@ -203,7 +207,8 @@ impl fmt::Display for DiskSpec {
 }
 
 /// Adds the text form of `--disk` to a schema.
-fn or_text(schema: &mut Schema) {
+#[cfg(feature = "schema")]
+fn or_text(schema: &mut schemars::Schema) {
     if let Some(kinds) = schema.get_mut("oneOf").and_then(|kinds| kinds.as_array_mut()) {
         let text = "The same as text, in the form of `--disk`.";
         kinds.push(serde_json::json!({ "type": "string", "description": text }));

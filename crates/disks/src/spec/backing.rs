@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Separates the names of a list. The first part of a backing file's name has no colon, because the
@@ -67,13 +66,14 @@ impl<'de> Deserialize<'de> for BackingFiles {
     }
 }
 
-impl JsonSchema for BackingFiles {
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for BackingFiles {
     fn schema_name() -> std::borrow::Cow<'static, str> {
         "BackingFiles".into()
     }
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
             "description": "The files that the image may name as its backing files: none, all \
                             files in its folder, files anywhere, or a list of files. Paths in the \
                             list are relative to the folder of the image.",

@@ -5,15 +5,16 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use disks::nbd::{NbdAddress, NbdOptions, NbdTls};
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+use crate::nbd::{NbdAddress, NbdOptions, NbdTls};
 
 /// The port that is registered for NBD.
 const PORT: u16 = 10809;
 
 /// An export of an NBD server. It has either `socket` or `host`.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 #[serde(expecting = "the keys of this kind of disk and their values")]
 pub struct NbdSpec {
@@ -52,7 +53,8 @@ pub struct NbdSpec {
 
 /// The assumption about data that a server has taken, but not brought to stable storage, before a
 /// connection to it broke.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Unflushed {
     /// The server still has the data.
@@ -239,7 +241,7 @@ fn decoded(text: &str) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use crate::spec::disk::DiskSpec;
+    use crate::spec::DiskSpec;
 
     fn parse(text: &str) -> Result<String, String> {
         match DiskSpec::parse(text) {

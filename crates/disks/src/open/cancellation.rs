@@ -29,13 +29,14 @@ struct Reading {
 
 impl CancelToken {
     /// Returns false after the cancellation.
-    pub(crate) fn is_active(&self) -> bool {
+    #[must_use]
+    pub fn is_active(&self) -> bool {
         !self.0.is_cancelled.load(Ordering::Relaxed)
     }
 
     /// Cancels the opening. Reads that wait for an unresponsive server fail; reads that a server
     /// answers continue.
-    pub(crate) fn cancel(&self) {
+    pub fn cancel(&self) {
         // Under the lock: a read that begins later finds the token cancelled.
         let reading = self.reading();
         self.0.is_cancelled.store(true, Ordering::Relaxed);

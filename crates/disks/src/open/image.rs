@@ -1,58 +1,27 @@
 //! Opens images, and the backing files that they name.
 //!
-//! An image must not be trusted about its neighbours: a stranger may have made it, or a guest may
+//! An image must not be trusted about its neighbours: a stranger may have made it, or a user may
 //! have written it into a raw disk. So no format is guessed from the content of a file, and no
 //! backing file is opened unless the name of the disk allows it. Checks are made on open files,
 //! because a name may mean another file a moment later.
 
-#[cfg(feature = "qcow2")]
 use std::fs::File;
-#[cfg(feature = "qcow2")]
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
-#[cfg(feature = "qcow2")]
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-#[cfg(feature = "qcow2")]
-use anyhow::{Context, ensure};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use blockio::DiskSource;
 use blockio::disk::Folder;
-#[cfg(feature = "qcow2")]
-use disks::qcow2::Layer;
-#[cfg(feature = "qcow2")]
 use rustix::fs::{Mode, OFlags};
 
-use crate::spec::disk::BackingFiles;
-
-/// Backing files of an image: the allowed ones, and the way to open them.
-pub(crate) struct Backing<'a> {
-    /// The file that holds the image, if the image begins at its first byte.
-    pub(crate) image: Option<&'a Path>,
-    /// The backing files that the image may name.
-    pub(crate) allowed: &'a BackingFiles,
-    /// Opens a file for reading: a path, which may be relative to a folder that it must not leave.
-    pub(crate) open: &'a mut dyn FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
-}
-
-/// Fails: this program was built without images.
-#[cfg(not(feature = "qcow2"))]
-pub(crate) fn is_image(_: &DiskSource) -> Result<bool> {
-    bail!("this program was built without images (feature qcow2)")
-}
-
-/// Fails like [`is_image`].
-#[cfg(not(feature = "qcow2"))]
-pub(crate) fn open_qcow2(source: DiskSource, _: Backing<'_>, _: bool) -> Result<DiskSource> {
-    is_image(&source).map(|_| source)
-}
+use crate::qcow2::{self, Layer};
+use crate::spec::BackingFiles;
 
 /// Returns true if a disk that is named without its format holds an image. A disk without an image
 /// is refused if it is to be written to: its writer could make it an image with any file of this
 /// machine as its backing file, which the next start would open.
-#[cfg(feature = "qcow2")]
-pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
-    if disks::qcow2::image_header(source)?.is_some() {
+pub(super) fn is_image(source: &DiskSource) -> Result<bool> {
+    if qcow2::image_header(source)?.is_some() {
         return Ok(true);
     }
     if let Some(format) = source.foreign_format() {
@@ -65,7 +34,7 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
     ensure!(
         source.info().read_only,
         "{} has no known format: with format detection such a disk must be read-only, because its \
-         guest could write the header of an image. If it is a raw disk, name it as one, as in \
+         user could write the header of an image. If it is a raw disk, name it as one, as in \
          raw,over=PATH",
         source.chain_text()
     );
@@ -73,20 +42,23 @@ pub(crate) fn is_image(source: &DiskSource) -> Result<bool> {
 }
 
 /// The most layers of an image, itself included.
-#[cfg(feature = "qcow2")]
 const LAYERS_MAX: usize = 32;
 
-/// Opens the qcow2 image in `source`. With `is_deferred` another process still writes to it.
-#[cfg(feature = "qcow2")]
-pub(crate) fn open_qcow2(
+/// Opens the qcow2 image in `source`, which begins at the first byte of `file` if that is given,
+/// with the backing files that are `allowed`. `open_backing` opens one for reading: a path, which
+/// may be relative to a folder that it must not leave. With `is_deferred` another process still
+/// writes to the image.
+pub(super) fn open_qcow2(
     source: DiskSource,
-    backing: Backing<'_>,
+    file: Option<&Path>,
+    allowed: &BackingFiles,
+    mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
     is_deferred: bool,
 ) -> Result<DiskSource> {
     let mut layers = vec![Layer::qcow2(source)?];
-    let outer = backing.image.map_or("the image".to_owned(), |path| path.display().to_string());
-    let mut finder = BackingSearch::new(&backing, layers[0].source());
-    let mut image = backing.image.map(Path::to_owned);
+    let outer = file.map_or("the image".to_owned(), |path| path.display().to_string());
+    let mut finder = BackingSearch::new(file, allowed, layers[0].source());
+    let mut image = file.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
         let what = || format!("cannot open {}, the backing file of {of}", named.name);
@@ -97,7 +69,7 @@ pub(crate) fn open_qcow2(
         );
         let BackingFile { path, file, within } =
             finder.find(&named.name, image.as_deref()).with_context(what)?;
-        let source = (backing.open)(&file, within.as_ref()).with_context(what)?;
+        let source = open_backing(&file, within.as_ref()).with_context(what)?;
         let layer = match named.format.as_deref() {
             Some("qcow2") => Layer::qcow2(source).with_context(what)?,
             Some("raw" | "file" | "host_device") => Layer::raw(source),
@@ -116,11 +88,10 @@ pub(crate) fn open_qcow2(
         layers.push(layer);
         image = Some(path);
     }
-    Ok(disks::qcow2::open(layers, is_deferred)?)
+    Ok(qcow2::open(layers, is_deferred)?)
 }
 
 /// A backing file.
-#[cfg(feature = "qcow2")]
 #[derive(Debug)]
 struct BackingFile {
     /// The path that the names lead to. The names in this file are relative to its folder, as in
@@ -132,17 +103,14 @@ struct BackingFile {
 }
 
 /// Device and inode of a file.
-#[cfg(feature = "qcow2")]
 type Id = (u64, u64);
 
-#[cfg(feature = "qcow2")]
 fn id_of(file: &File) -> Result<Id> {
     let data = file.metadata()?;
     Ok((data.dev(), data.ino()))
 }
 
 /// The search for the backing files of one image, from the top.
-#[cfg(feature = "qcow2")]
 struct BackingSearch<'a> {
     image: Option<&'a Path>,
     allowed: &'a BackingFiles,
@@ -152,11 +120,9 @@ struct BackingSearch<'a> {
     seen: Vec<(Id, PathBuf)>,
 }
 
-#[cfg(feature = "qcow2")]
 impl<'a> BackingSearch<'a> {
-    fn new(backing: &Backing<'a>, top: &DiskSource) -> Self {
+    fn new(image: Option<&'a Path>, allowed: &'a BackingFiles, top: &DiskSource) -> Self {
         let is_in_file = top.chain().last().is_some_and(|link| link.kind == "file");
-        let (image, allowed) = (backing.image, backing.allowed);
         let data = image.and_then(|path| Some((path.metadata().ok()?, path)));
         let seen = data.map(|(data, path)| ((data.dev(), data.ino()), path.to_owned()));
         Self { image, allowed, is_in_file, seen: seen.into_iter().collect() }
@@ -296,20 +262,18 @@ impl<'a> BackingSearch<'a> {
     }
 }
 
-#[cfg(feature = "qcow2")]
 fn absent(path: &Path) -> String {
     format!("{} does not exist; correct the name with `qemu-img rebase -u`", path.display())
 }
 
 /// Opens the file at a path as a place only (`O_PATH`).
-#[cfg(feature = "qcow2")]
 fn place_of(path: &Path) -> Result<File> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let place = rustix::fs::open(path, flags, Mode::empty());
     place.map(File::from).with_context(|| absent(path))
 }
 
-#[cfg(all(test, feature = "qcow2"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

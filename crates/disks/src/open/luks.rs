@@ -7,18 +7,18 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use blockio::file::open_regular;
 use blockio::{DiskOptions, DiskSource};
-use disks::luks::{KdfLimits, LuksOptions, Passphrase};
 use rustix::io::Errno;
 
-use crate::process::inherit;
-use crate::spec::disk::KeySpec;
+use super::inherit;
+use crate::luks::{self, KdfLimits, LuksOptions, Passphrase};
+use crate::spec::KeySpec;
 
 /// Opens the encrypted disk on `below`.
 ///
 /// # Errors
 ///
 /// When its key or its header cannot be read, or do not match.
-pub(crate) fn open_luks(
+pub(super) fn open_luks(
     below: DiskSource,
     key: &KeySpec,
     header: Option<&Path>,
@@ -27,7 +27,7 @@ pub(crate) fn open_luks(
     let passphrase = read_key(key)?;
     let header = header.map(open_header).transpose()?;
     let most_work = KdfLimits::default();
-    Ok(disks::luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
+    Ok(luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
 }
 
 fn read_key(key: &KeySpec) -> Result<Passphrase> {

@@ -3,12 +3,12 @@
 //!
 //! A disk is of a kind. Some kinds are layers: they lie over another disk, which is a part of their
 //! name. The use of a disk (read-only, its cache) is no part of its name; see
-//! [`ExportSettings`](crate::spec::ExportSettings). Neither are secrets: a kind that needs one has
-//! a key that names a file with it.
+//! [`DiskOptions`](blockio::DiskOptions). Neither are secrets: a kind that needs one has a key that
+//! names a file with it.
 //!
-//! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, and its opening in
-//! `open/disk.rs`. docs/guide/disks.md lists kinds and keys, which a test compares, and
-//! docs/reference/control.md the form as a table.
+//! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, and its opening in `open.rs`.
+//! docs/guide/disks.md lists kinds and keys, which a test compares, and docs/reference/control.md
+//! the form as a table.
 
 mod backing;
 mod data;
@@ -25,7 +25,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use backing::BackingFiles;
 pub use data::{DiskSpec, ImageFormat, KeySpec};
-pub(crate) use grammar::completions;
+pub use grammar::completions;
 pub use nbd::{NbdSpec, Unflushed};
 pub use rbd::RbdSpec;
 pub use text::redact_spec;

@@ -37,7 +37,8 @@ enum Words {
 const LAYERS_MAX: usize = 16;
 
 /// Words that complete the beginning of a disk's name, for a shell.
-pub(crate) fn completions(begun: &str) -> Vec<String> {
+#[must_use]
+pub fn completions(begun: &str) -> Vec<String> {
     // The keys of the innermost disk come last.
     let inner = begun.rfind("over=").map_or(0, |at| at + "over=".len());
     let (outer, inner) = begun.split_at(inner);
@@ -78,7 +79,11 @@ impl DiskSpec {
 
     /// Like [`parse`](Self::parse), for a text that was split at its commas. Each layer is a nested
     /// call, and the words may come from any source, so the number of layers is checked first.
-    pub(crate) fn from_parts(parts: &[String]) -> Result<Self> {
+    ///
+    /// # Errors
+    ///
+    /// Like [`parse`](Self::parse).
+    pub fn from_parts(parts: &[String]) -> Result<Self> {
         let is_over = |part: &&String| part.split_once('=').is_some_and(|(key, _)| key == OVER);
         check_layers(1 + parts.iter().filter(is_over).count())?;
         disk(parts)

@@ -1,0 +1,207 @@
+//! Opens a disk by its name: the layers from the bottom up, with their keys and backing files.
+
+mod cancellation;
+#[cfg_attr(not(feature = "qcow2"), path = "open/no_image.rs")]
+mod image;
+pub mod inherit;
+#[cfg(feature = "luks")]
+mod luks;
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use blockio::disk::Folder;
+use blockio::{DiskOptions, DiskSource};
+
+use crate::spec::{BackingFiles, DiskSpec, ImageFormat, RbdSpec};
+use image::{is_image, open_qcow2};
+
+pub use cancellation::{CancelToken, with_hang_timeout};
+
+/// Opens the disk that a text names, such as `qcow2:/srv/disk.qcow2`, in the grammar of
+/// [`spec`](crate::spec). Its files are opened with these options.
+///
+/// # Errors
+///
+/// When the text names no disk, or one that cannot be used. A [`blockio::Error`] inside can be had
+/// with [`downcast_ref`](anyhow::Error::downcast_ref), such as that of a disk in use.
+pub fn open(name: &str, options: &DiskOptions) -> Result<DiskSource> {
+    let open_file = &mut |path: &Path, options: &DiskOptions| Ok(DiskSource::file(path, options)?);
+    let cancel_token = &CancelToken::default();
+    let opener =
+        DiskOpener { options: options.clone(), cancel_token, is_handed_over: false, open_file };
+    opener.open(&DiskSpec::parse(name)?)
+}
+
+/// Opens a file with options that fit its place in a disk. [`DiskSource::file`] is the model.
+pub type OpenFile<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<DiskSource> + 'a;
+
+/// The opening of one disk with all its layers.
+pub struct DiskOpener<'a> {
+    /// Options of the disk. Its files differ from them as their places demand.
+    pub options: DiskOptions,
+    /// Cancels the opening while headers are read.
+    pub cancel_token: &'a CancelToken,
+    /// True if another process writes to the disk until the first request: none of its content is
+    /// read before.
+    pub is_handed_over: bool,
+    /// Opens the file at the bottom, then the backing files of images, from the top down.
+    pub open_file: &'a mut OpenFile<'a>,
+}
+
+impl DiskOpener<'_> {
+    /// Opens the disk.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be used, or was cancelled and does not answer.
+    pub fn open(mut self, disk: &DiskSpec) -> Result<DiskSource> {
+        let source = self.open_layer(disk, false)?;
+        if disk.has_unnamed_content() && !self.is_handed_over {
+            self.cancel_token.while_reading(&source, || {
+                source.detect_format();
+                Ok(())
+            })?;
+        }
+        Ok(source)
+    }
+
+    /// Opens a disk, beginning at its lowest layer. With `holds_image` an image lies above.
+    fn open_layer(&mut self, disk: &DiskSpec, holds_image: bool) -> Result<DiskSource> {
+        match disk {
+            DiskSpec::File(path) => {
+                (self.open_file)(path, &DiskOptions { holds_image, ..self.options.clone() })
+            }
+            DiskSpec::Null { size_bytes } => {
+                Ok(DiskSource::null(*size_bytes, &self.cached_options())?)
+            }
+            DiskSpec::Nbd(nbd) => {
+                let source = crate::nbd::open(nbd.options(), &self.cached_options());
+                match self.is_handed_over {
+                    false => Ok(source?),
+                    true => source.context(
+                        "cannot connect while the old process is connected; let the server allow \
+                         one more connection",
+                    ),
+                }
+            }
+            DiskSpec::Rbd(image) => open_rbd(image, &self.options),
+            DiskSpec::Raw { offset_bytes, size_bytes, over } => {
+                let below = self.open_layer(over, holds_image)?;
+                Ok(DiskSource::raw(below, *offset_bytes, *size_bytes)?)
+            }
+            #[cfg(feature = "luks")]
+            DiskSpec::Luks { key, header, discard, over } => {
+                let below = self.open_layer(over, holds_image)?;
+                let open = || luks::open_luks(below.clone(), key, header.as_deref(), *discard);
+                self.cancel_token.while_reading(&below, open)
+            }
+            #[cfg(not(feature = "luks"))]
+            DiskSpec::Luks { .. } => {
+                anyhow::bail!(
+                    "cannot open {disk}: this program was built without LUKS (feature luks)"
+                )
+            }
+            DiskSpec::Qcow2 { backing, over } => {
+                let below = self.open_layer(over, true)?;
+                self.open_image(below, over, backing)
+            }
+            DiskSpec::Image { format: ImageFormat::Auto, backing, over } => {
+                let below = self.open_layer(over, true)?;
+                if !self.cancel_token.while_reading(&below, || is_image(&below))? {
+                    return Ok(below);
+                }
+                self.open_image(below, over, backing)
+            }
+        }
+    }
+
+    /// Opens the image in `below`, which is named `over`, with the backing files that are
+    /// `allowed`.
+    fn open_image(
+        &mut self,
+        below: DiskSource,
+        over: &DiskSpec,
+        allowed: &BackingFiles,
+    ) -> Result<DiskSource> {
+        let options =
+            DiskOptions { read_only: true, holds_image: true, user: None, ..self.options.clone() };
+        let open_backing = |path: &Path, within: Option<&Folder>| {
+            (self.open_file)(path, &DiskOptions { within: within.cloned(), ..options.clone() })
+        };
+        // The backing files of the image are local, so the token watches `below` alone.
+        self.cancel_token.while_reading(&below, || {
+            let (source, file) = (below.clone(), over.whole_file());
+            open_qcow2(source, file, allowed, open_backing, self.is_handed_over)
+        })
+    }
+
+    /// Options of a disk that no direct I/O reaches.
+    fn cached_options(&self) -> DiskOptions {
+        DiskOptions { direct: false, ..self.options.clone() }
+    }
+}
+
+#[cfg(feature = "rbd")]
+fn open_rbd(spec: &RbdSpec, options: &DiskOptions) -> Result<DiskSource> {
+    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
+    let namespace = namespace.unwrap_or_default();
+    let image =
+        crate::rbd::RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive };
+    Ok(crate::rbd::open(&image, options)?)
+}
+
+#[cfg(not(feature = "rbd"))]
+fn open_rbd(image: &RbdSpec, _: &DiskOptions) -> Result<DiskSource> {
+    anyhow::bail!("cannot open {image}: this program was built without Ceph (feature rbd)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_name_opens_its_layers_with_the_options_of_the_caller() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let name = format!("raw,offset=512K,over={}", file.path().display());
+        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+        let info = open(&name, &options).unwrap().info();
+        assert_eq!((info.size_bytes, info.read_only), (512 << 10, true));
+        let _held = open(&name, &DiskOptions::default()).unwrap();
+        let error = open(&name, &DiskOptions { at_once: true, ..DiskOptions::default() });
+        let error = error.err().unwrap();
+        assert!(matches!(error.downcast_ref(), Some(blockio::Error::InUse { .. })), "{error:#}");
+        let error = open("disk.img", &options).err().unwrap().to_string();
+        assert!(error.contains("write ./disk.img"), "{error}");
+    }
+
+    /// The file at the bottom is opened first, with the options of the caller.
+    #[test]
+    #[cfg(feature = "qcow2")]
+    #[cfg_attr(miri, ignore = "runs a program")]
+    fn backing_files_are_only_read_within_the_folder_of_the_image() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
+        std::fs::write(&base, [7; 4096]).unwrap();
+        let mut create = std::process::Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw"]).arg(&top);
+        let Ok(made) = create.status() else { return };
+        assert!(made.success());
+        let mut files = Vec::new();
+        let open_file = &mut |path: &Path, options: &DiskOptions| {
+            let DiskOptions { read_only, holds_image, user, within, .. } = options;
+            files.push((path.to_owned(), *read_only, *holds_image, *user, within.is_some()));
+            Ok(DiskSource::file(path, options)?)
+        };
+        let options = DiskOptions { user: Some(7), ..DiskOptions::default() };
+        let cancel_token = &CancelToken::default();
+        let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
+        let name = format!("qcow2,backing=beside,path={}", top.display());
+        assert_eq!(opener.open(&DiskSpec::parse(&name).unwrap()).unwrap().info().size_bytes, 4096);
+        let expected =
+            [(top, false, true, Some(7), false), ("base".into(), true, true, None, true)];
+        assert_eq!(files, expected);
+    }
+}
