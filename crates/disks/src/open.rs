@@ -143,17 +143,13 @@ impl DiskOpener<'_> {
 }
 
 #[cfg(feature = "rbd")]
-fn open_rbd(spec: &RbdSpec, options: &DiskOptions) -> Result<DiskSource> {
-    let RbdSpec { pool, namespace, image, snapshot, conf, id, keyring, exclusive } = spec.clone();
-    let namespace = namespace.unwrap_or_default();
-    let image =
-        crate::rbd::RbdImage { pool, namespace, image, snapshot, conf, id, keyring, exclusive };
-    Ok(crate::rbd::open(&image, options)?)
+fn open_rbd(image: &RbdSpec, options: &DiskOptions) -> Result<DiskSource> {
+    Ok(crate::rbd::open(image, options)?)
 }
 
 #[cfg(not(feature = "rbd"))]
 fn open_rbd(image: &RbdSpec, _: &DiskOptions) -> Result<DiskSource> {
-    anyhow::bail!("cannot open {image}: this program was built without Ceph (feature rbd)")
+    anyhow::bail!("cannot open rbd:{image}: this program was built without Ceph (feature rbd)")
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@
 
 mod api;
 mod image;
-mod name;
 mod open;
 mod pending_ops;
 mod requests;
@@ -23,11 +22,20 @@ use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource, FileSource, Line, StallLog};
 use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
 
-pub use self::name::RbdImage;
 use self::open::ImageProperties;
 use self::pending_ops::AwayState;
 use self::requests::RbdDisk;
 use self::shared::Shared;
+use crate::spec::RbdSpec;
+
+/// Checks that the library of Ceph can be used here.
+///
+/// # Errors
+///
+/// The reason why it cannot.
+pub fn library() -> Result<(), String> {
+    api::api().map(drop)
+}
 
 /// The interval of checks that the cluster answers.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -40,7 +48,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 ///
 /// If the libraries of Ceph are not installed, the cluster cannot be reached, or the image
 /// cannot be opened or used with the options.
-pub fn open(name: &RbdImage, options: &DiskOptions) -> Result<DiskSource, Error> {
+pub fn open(name: &RbdSpec, options: &DiskOptions) -> Result<DiskSource, Error> {
     let (image, info, facts) = open::open(name, options)?;
     let (size_bytes, object_bytes) = (info.size_bytes, facts.object_bytes);
     let shared = Arc::new(Shared::new(image, name.to_string(), size_bytes, object_bytes));
@@ -53,7 +61,7 @@ pub fn open(name: &RbdImage, options: &DiskOptions) -> Result<DiskSource, Error>
 struct RbdSource {
     shared: Arc<Shared>,
     facts: ImageProperties,
-    image: RbdImage,
+    image: RbdSpec,
     options: DiskOptions,
     /// The properties at open.
     info: DiskInfo,

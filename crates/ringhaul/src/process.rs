@@ -36,7 +36,7 @@ pub fn describe_version(commit: Option<&str>) -> String {
         };
         engines.push(state);
     }
-    let librbd = disks::rbd::RbdImage::library().map_or_else(|why| why, |()| "found".into());
+    let librbd = disks::rbd::library().map_or_else(|why| why, |()| "found".into());
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let rows = [
         ("commit", commit.unwrap_or("not recorded; `make build` records it").to_owned()),

@@ -133,7 +133,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "testing",
         ],
     },
-    Floors { folder: "crates/disks/src", floors: &["luks", "nbd", "rbd", "qcow2", "spec", "open"] },
+    Floors { folder: "crates/disks/src", floors: &["luks", "nbd", "spec", "rbd", "qcow2", "open"] },
     Floors {
         folder: "crates/virtqueue/src",
         floors: &[

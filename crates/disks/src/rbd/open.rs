@@ -12,7 +12,7 @@ use blockio::file::open_regular;
 use blockio::{DiskOptions, Error};
 
 use super::image::{Cluster, Image, Pool, c_text};
-use super::name::RbdImage;
+use crate::spec::RbdSpec;
 
 /// The time limit for a cluster. Monitors get less, since their error tells more.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -43,7 +43,7 @@ pub(super) struct ImageProperties {
 /// Opens an image on a thread of its own: if a cluster does not answer, no call of its library
 /// returns. An image that is opened too late is closed by that thread.
 pub(super) fn open(
-    name: &RbdImage,
+    name: &RbdSpec,
     options: &DiskOptions,
 ) -> Result<(Image, DiskInfo, ImageProperties), Error> {
     let refused = |reason| Error::Disk { disk: format!("rbd {name}"), reason };
@@ -80,21 +80,21 @@ pub(super) fn open(
 }
 
 fn open_patiently(
-    name: &RbdImage,
+    name: &RbdSpec,
     info: DiskInfo,
 ) -> Result<(Image, DiskInfo, ImageProperties), String> {
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
     };
     let cluster = connect(name, info.direct)?;
-    let [pool_name, namespace, image_name] =
-        [&name.pool, &name.namespace, &name.image].map(|part| text(part));
+    let namespace = name.namespace.as_deref().unwrap_or_default();
+    let [pool_name, in_pool, image_name] = [&name.pool, namespace, &name.image].map(text);
     let query_failed =
         |error: io::Error| format!("cannot query its properties from the cluster: {error}");
     let cluster_id = cluster.id().map_err(query_failed)?;
     let discard_bytes = discard_bytes(&cluster, info.logical_block_bytes);
     let pool =
-        Pool::open(cluster, &pool_name?, &namespace?).map_err(|error| no_pool(name, &error))?;
+        Pool::open(cluster, &pool_name?, &in_pool?).map_err(|error| no_pool(name, &error))?;
     let pool_number = pool.number();
     let snapshot = name.snapshot.as_deref().map(text).transpose()?;
     let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
@@ -104,7 +104,7 @@ fn open_patiently(
     }
     let size_bytes = image.size_bytes().map_err(query_failed)?;
     check_size(size_bytes, info.logical_block_bytes)?;
-    let id = format!("{pool_number}/{}/{}", name.namespace, image.id().map_err(query_failed)?);
+    let id = format!("{pool_number}/{namespace}/{}", image.id().map_err(query_failed)?);
     let snapshot = name.snapshot.as_ref().map_or(String::new(), |name| format!("@{name}"));
     let (unit, count) =
         (image.stripe_unit().map_err(query_failed)?, image.stripe_count().map_err(query_failed)?);
@@ -149,7 +149,7 @@ fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
 
 /// A connected handle of the image's cluster. It is not shared: when another client takes over the
 /// lock of an image, the cluster locks out the whole handle.
-fn connect(access: &RbdImage, direct: bool) -> Result<Cluster, String> {
+fn connect(access: &RbdSpec, direct: bool) -> Result<Cluster, String> {
     let id = access.id.as_deref().unwrap_or("admin");
     let user =
         c_text(&format!("client.{id}")).map_err(|error| format!("invalid id {id:?}: {error}"))?;
@@ -199,7 +199,7 @@ fn c_path(path: &Path) -> Result<CString, String> {
     CString::new(bytes).map_err(|_| format!("the path {} contains a zero byte", path.display()))
 }
 
-fn no_conf(access: &RbdImage, error: &io::Error) -> String {
+fn no_conf(access: &RbdSpec, error: &io::Error) -> String {
     let is_none = error.raw_os_error() == Some(libc::EINVAL);
     match &access.conf {
         Some(path) if is_none => format!(
@@ -238,7 +238,7 @@ fn not_connected(id: &str, error: &io::Error) -> String {
     format!("the cluster cannot be reached as client.{id}: {error}; {advice}")
 }
 
-fn no_pool(name: &RbdImage, error: &io::Error) -> String {
+fn no_pool(name: &RbdSpec, error: &io::Error) -> String {
     let advice = match error.raw_os_error() {
         Some(libc::ENOENT) => "; `ceph osd pool ls` lists the existing pools",
         _ => "",
@@ -246,7 +246,7 @@ fn no_pool(name: &RbdImage, error: &io::Error) -> String {
     format!("its pool {} cannot be opened: {error}{advice}", name.pool)
 }
 
-fn no_image(name: &RbdImage, error: &io::Error) -> String {
+fn no_image(name: &RbdSpec, error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOENT) => match &name.snapshot {
             Some(snapshot) => format!(

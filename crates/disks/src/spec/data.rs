@@ -191,7 +191,7 @@ impl fmt::Display for DiskSpec {
         match self {
             Self::File(path) => write!(f, "{}", path.display()),
             Self::Nbd(nbd) => nbd.fmt(f),
-            Self::Rbd(image) => image.fmt(f),
+            Self::Rbd(image) => write!(f, "rbd:{image}"),
             Self::Null { size_bytes } => write!(f, "null disk of {size_bytes} bytes"),
             Self::Raw { offset_bytes, size_bytes: Some(size), over } => {
                 write!(f, "{size} bytes from {offset_bytes} on of {over}")

@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn images_are_named_as_in_ceph() {
         let name = |text: &str| match DiskSpec::parse(text) {
-            Ok(DiskSpec::Rbd(spec)) => spec.to_string(),
+            Ok(disk @ DiskSpec::Rbd(_)) => disk.to_string(),
             other => panic!("{text}: {other:?}"),
         };
         for (text, full) in [

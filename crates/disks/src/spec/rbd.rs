@@ -37,6 +37,7 @@ pub struct RbdSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keyring: Option<PathBuf>,
     /// True if the exclusive lock is acquired when the image is opened, and kept.
+    // Otherwise librbd acquires it with the first write, and passes it on to other clients.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub exclusive: bool,
 }
@@ -81,7 +82,7 @@ pub(super) fn parts_of_image(text: &str) -> Result<Vec<String>> {
 
 impl fmt::Display for RbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rbd:{}/", self.pool)?;
+        write!(f, "{}/", self.pool)?;
         self.namespace.iter().try_for_each(|namespace| write!(f, "{namespace}/"))?;
         f.write_str(&self.image)?;
         self.snapshot.iter().try_for_each(|snapshot| write!(f, "@{snapshot}"))
