@@ -5,6 +5,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -268,7 +269,7 @@ fn an_encrypted_disk_can_be_on_any_kind_of_disk() -> Result<()> {
         server.args(["--foreground", "--exit-with-parent", "--unix"]).arg(&socket);
         let mut server = Running::start(server.args(["file", &encrypted]))?;
         let deadline = Instant::now() + Duration::from_secs(60);
-        while !socket.exists() {
+        while UnixStream::connect(&socket).is_err() {
             ensure!(Instant::now() < deadline, "nbdkit has no socket: {}", server.stderr());
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -1,5 +1,6 @@
 //! A disk with an unreadable block.
 
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Instant;
@@ -28,7 +29,8 @@ impl Server {
         command.arg(format!("ddrescue-mapfile={}", map.display()));
         let mut server = Self(command.spawn().ok()?);
         let start = Instant::now();
-        while !socket.exists() {
+        // The socket has a name before the server listens on it.
+        while UnixStream::connect(&socket).is_err() {
             if server.0.try_wait().unwrap().is_some() {
                 return None;
             }
