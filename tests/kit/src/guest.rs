@@ -1,8 +1,9 @@
-//! Real guests for tests: a Debian or Ubuntu kernel in QEMU with disks over vhost-user.
+//! Real guests for tests: a Debian or Ubuntu kernel in QEMU, or User Mode Linux, with disks over
+//! vhost-user.
 //!
 //! [`Image`] is the kernel with its initramfs, [`Accelerator`] the way in which QEMU executes it,
 //! [`Vm`] the running guest. `cargo guest` starts the same by hand. The guest's side is the script
-//! `guest/init`. [`run_uml`] boots a kernel that is a process of this machine.
+//! `guest/init`.
 
 mod accelerator;
 mod channel;
@@ -10,6 +11,7 @@ mod cpio;
 mod image;
 mod kernel;
 mod kvm;
+mod machine;
 mod qemu;
 mod uml;
 mod vm;
@@ -18,6 +20,5 @@ pub use accelerator::Accelerator;
 pub use channel::StopFlag;
 pub use image::{BOOTED_FROM_DISK, Image, shared_libraries};
 pub use kvm::{HotPlug, KVM_DISK_BYTES, KvmGuest, Vmm, lacks_kvm};
-pub use qemu::QemuCrashed;
-pub use uml::run_uml;
+pub use machine::QemuCrashed;
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

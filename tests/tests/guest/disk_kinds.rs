@@ -12,7 +12,7 @@ use ringhaul_kit::system::{is_installed, run};
 use super::nbd::start_server;
 use super::scsi::node;
 use super::{
-    DISK_BYTES, FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, WRITE_ZEROES, boot,
+    DISK_BYTES, FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, WRITE_ZEROES, boot_fast,
     check_clean_exit, check_file_system, check_same_bytes, scenario, with,
 };
 
@@ -113,7 +113,7 @@ fn units() -> Result<()> {
     let export = scene.export("kinds", Engine::IoUring, Cache::None)?;
     let export = Export { units: Some(units), ..export };
     let mut daemon = scene.serve(&export)?;
-    let mut vm = boot(&[&export])?;
+    let mut vm = boot_fast(&[&export])?;
     let [remote_disk, image_disk, secret_disk] =
         ["0:1", "0:2", "0:3"].map(|address| node(&mut vm, address));
     let (remote_disk, image_disk, secret_disk) = (remote_disk?, image_disk?, secret_disk?);

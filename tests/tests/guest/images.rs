@@ -7,7 +7,7 @@ use ringhaul_kit::server::{Cache, Engine, Export};
 use ringhaul_kit::system::{is_installed, run};
 
 use super::{
-    DISK_BYTES, FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, WRITE_ZEROES, boot,
+    DISK_BYTES, FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, Scene, WRITE_ZEROES, boot_fast,
     check_clean_exit, check_file_system, check_same_bytes, scenario, with,
 };
 
@@ -36,7 +36,7 @@ fn data() -> Result<()> {
     let (image, raw) = (text(&export.file)?, text(&raw)?);
     qemu_img(&["create", "-q", "-f", "qcow2", image, &DISK_BYTES.to_string()])?;
     let mut server = scene.serve(&export)?;
-    let mut vm = boot(&[&export])?;
+    let mut vm = boot_fast(&[&export])?;
 
     let disk = ("DISK", "vda");
     vm.check(&with(FIO_VERIFY, &[disk, ("MIN_BYTES", "512")]), LIMIT)?;

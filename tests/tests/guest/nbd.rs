@@ -8,7 +8,8 @@ use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::server::{Cache, Engine, Export};
 use ringhaul_kit::system::is_installed;
 
-use super::{Scene, data_of, scenario};
+use super::data::data_of;
+use super::{Scene, boot_fast, scenario};
 
 /// Starts `qemu-nbd` on a file.
 pub(super) fn start_server(scene: &Scene, file: &Path) -> Result<NbdServer> {
@@ -30,5 +31,5 @@ fn data() -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export("nbd", Engine::IoUring, Cache::None)?;
     let server = start_server(&scene, &export.file)?;
-    data_of(&scene, &Export { disk: Some(server.uri("")), ..export })
+    data_of(&scene, &Export { disk: Some(server.uri("")), ..export }, boot_fast)
 }

@@ -9,7 +9,7 @@ use ringhaul_kit::server::{Cache, Engine, Export, Server};
 use ringhaul_kit::system::{Tmpfs, can_change_system, run};
 use serde_json::json;
 
-use super::{LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario};
+use super::{LIMIT, Scene, boot, boot_fast, check_clean_exit, check_same_bytes, scenario};
 
 const MIB: u64 = 1 << 20;
 
@@ -57,7 +57,8 @@ fn fill_disk(engine: Engine, is_scsi: bool, kills: bool) -> Result<()> {
     let (disk, lun) = if is_scsi { ("sda", Some(0)) } else { ("vda", None) };
     let mut server = scene.serve(&export)?;
     hold(&server, lun)?;
-    let mut vm = boot(&[&export])?;
+    // Only QEMU connects to the next daemon.
+    let mut vm = if kills { boot(&[&export])? } else { boot_fast(&[&export])? };
     let write = format!("dd if=/dev/urandom of=/dev/{disk} bs=1M oflag=direct count=48");
     vm.check(&format!("({write} 2> /tmp/dd; echo $? > /tmp/written) & echo begun"), LIMIT)?;
     wait_state(&server, "held")?;

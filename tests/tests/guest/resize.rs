@@ -7,7 +7,7 @@ use ringhaul_kit::guest::Vm;
 use ringhaul_kit::server::{Cache, Engine, Export};
 use serde_json::json;
 
-use super::{LIMIT, Scene, boot, scenario, verified};
+use super::{Boot, LIMIT, Scene, boot, boot_fast, scenario, verified};
 
 /// Waits until the guest sees this size of a disk, in MiB.
 pub(super) fn wait_for_size(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
@@ -17,7 +17,7 @@ pub(super) fn wait_for_size(vm: &mut Vm, disk: &str, size: u64) -> Result<()> {
 }
 
 /// Grows and shrinks a disk under verified load: by request, and by changes of the file.
-fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
+fn resize(boot: Boot, engine: Engine, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("resize-{engine}"), engine, Cache::None)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
@@ -51,15 +51,15 @@ fn resize(engine: Engine, is_scsi: bool) -> Result<()> {
 
 #[test]
 fn blk_with_io_uring_is_resized_under_load() -> Result<()> {
-    scenario(|| resize(Engine::IoUring, false))
+    scenario(|| resize(boot, Engine::IoUring, false))
 }
 
 #[test]
 fn blk_with_aio_is_resized_under_load() -> Result<()> {
-    scenario(|| resize(Engine::Aio, false))
+    scenario(|| resize(boot_fast, Engine::Aio, false))
 }
 
 #[test]
 fn scsi_is_resized_under_load() -> Result<()> {
-    scenario(|| resize(Engine::Threads, true))
+    scenario(|| resize(boot_fast, Engine::Threads, true))
 }

@@ -1,7 +1,7 @@
-//! The host's ends of QEMU's streams: its output, the guest's second serial port and QMP.
+//! The host's ends of a machine's streams: its output, the guest's second serial port and QMP.
 //!
-//! Each stream has a thread that reads it. So QEMU never blocks on a full stream, and every wait
-//! can have a limit.
+//! Each stream has a thread that reads it. So a machine never blocks on a full stream, and every
+//! wait can have a limit.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -26,7 +26,7 @@ const MONITOR_LIMIT: Duration = Duration::from_secs(30);
 /// True once the user asked to stop; set by a signal handler or a different thread.
 pub type StopFlag = Arc<AtomicBool>;
 
-/// The whole output of the guest's kernel and of QEMU itself.
+/// The whole output of the guest's kernel and of its machine.
 #[derive(Clone, Default)]
 pub(crate) struct Console {
     lines: Arc<Mutex<Vec<Line>>>,
@@ -100,7 +100,7 @@ fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     }
 }
 
-/// A socket to QEMU, read line by line.
+/// A socket to the machine, read line by line.
 pub(crate) struct LineChannel {
     name: &'static str,
     stream: UnixStream,
@@ -126,13 +126,13 @@ impl LineChannel {
     /// The next line; `None` without one by `deadline`.
     ///
     /// # Errors
-    /// If the user asked to stop, or QEMU has closed the socket.
+    /// If the user asked to stop, or the machine has closed the socket.
     pub(crate) fn poll_line(&self, deadline: Instant) -> Result<Option<String>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left.min(STOP_INTERVAL)) {
                 Ok(line) => return Ok(Some(line)),
-                Err(RecvTimeoutError::Disconnected) => bail!("QEMU closed {}", self.name),
+                Err(RecvTimeoutError::Disconnected) => bail!("the machine closed {}", self.name),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.stop.load(Ordering::Relaxed) {

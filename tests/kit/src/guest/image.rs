@@ -1,6 +1,6 @@
 //! Builds the image of test guests: a kernel, and an initramfs with the tools of this machine.
 //!
-//! The result is kept under the target directory. Its key is a hash of all inputs except the
+//! The result is kept under the target directory. Its key is a hash of all inputs except QEMU's
 //! kernel: asking apt for the kernel takes a second, and a guest that stays the same between two
 //! test runs is no disadvantage. A new image is made after `cargo clean`, on request, and after any
 //! change of a tool, its libraries or the init script.
@@ -65,6 +65,9 @@ const UDEV: &str = "udev";
 /// Possible paths of that program in the package.
 const SCSI_ID: [&str; 2] = ["usr/lib/udev/scsi_id", "lib/udev/scsi_id"];
 
+/// The program of User Mode Linux.
+const UML: (&str, &str) = ("linux.uml", "user-mode-linux");
+
 /// The kernel's command line. A guest that panics reboots at once, which is noticed; a guest that
 /// hangs is not.
 pub(crate) const KERNEL_OPTIONS: &str = "console=ttyS0 loglevel=5 panic=-1 mitigations=off";
@@ -78,10 +81,10 @@ const BOOT_DISK_BYTES: u64 = 256 << 20;
 /// The configuration without which mke2fs makes an ext4 without extents.
 const MKE2FS_CONFIG: &str = "/etc/mke2fs.conf";
 
-/// A kernel and an initramfs that QEMU can boot.
+/// A kernel and an initramfs that QEMU can boot, or User Mode Linux with an initramfs.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// The kernel's bzImage.
+    /// The kernel's bzImage, or the program of User Mode Linux.
     pub kernel: PathBuf,
     /// The initramfs, uncompressed.
     pub initramfs: PathBuf,
@@ -95,8 +98,31 @@ impl Image {
     /// # Errors
     /// If a tool is not installed (the error names its package), or the kernel cannot be fetched.
     pub fn prepare() -> Result<Self> {
+        Self::prepare_from(Inputs::find)
+    }
+
+    /// Returns the image for User Mode Linux, after building it if there is none.
+    ///
+    /// # Errors
+    /// If a tool or User Mode Linux is not installed.
+    pub(super) fn prepare_uml() -> Result<Self> {
+        Self::prepare_from(|| {
+            let uml = Self::find_uml()?;
+            Ok(Inputs { uml: Some(uml), ..Inputs::find()? })
+        })
+    }
+
+    /// The program of User Mode Linux.
+    ///
+    /// # Errors
+    /// If it is not installed.
+    pub(super) fn find_uml() -> Result<PathBuf> {
+        find_program(UML.0, UML.1)
+    }
+
+    fn prepare_from(find: impl Fn() -> Result<Inputs>) -> Result<Self> {
         let _lock = lock()?;
-        let inputs = Inputs::find()?;
+        let inputs = find()?;
         let folder = guest_dir()?.join(format!("image-{:016x}", inputs.key()));
         match Self::open(&folder) {
             Some(image) => Ok(image),
@@ -186,6 +212,8 @@ pub(crate) fn lock() -> Result<File> {
 
 /// The files of this machine that the initramfs contains.
 struct Inputs {
+    /// The kernel, if it is User Mode Linux.
+    uml: Option<PathBuf>,
     busybox: PathBuf,
     tools: Vec<PathBuf>,
     libraries: BTreeSet<PathBuf>,
@@ -205,7 +233,7 @@ impl Inputs {
         for tool in &tools {
             libraries.extend(shared_libraries(tool)?);
         }
-        Ok(Self { busybox, tools, libraries })
+        Ok(Self { uml: None, busybox, tools, libraries })
     }
 
     fn key(&self) -> u64 {
@@ -214,7 +242,7 @@ impl Inputs {
         INIT.hash(&mut hasher);
         let config = PathBuf::from(MKE2FS_CONFIG);
         let files = self.tools.iter().chain(&self.libraries);
-        for path in files.chain([&self.busybox, &config]) {
+        for path in files.chain([&self.busybox, &config]).chain(&self.uml) {
             path.hash(&mut hasher);
             let metadata = path.metadata().ok();
             metadata
@@ -226,26 +254,29 @@ impl Inputs {
 }
 
 fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
-    eprintln!("guest: building an image (a kernel is downloaded once)");
+    eprintln!("guest: building an image (QEMU's kernel is downloaded once)");
     let parent = guest_dir()?;
     // The image is built beside its final place, so that an incomplete image is never found.
     let staging = tempfile::Builder::new()
         .prefix("building-")
         .tempdir_in(&parent)
         .with_context(|| format!("making a folder in {}", parent.display()))?;
-    let unpacked = staging.path().join("unpacked");
-    let udev = staging.path().join("udev");
-    let made = staging.path().join("image");
-    for folder in [&unpacked, &udev, &made] {
-        std::fs::create_dir(folder).with_context(|| format!("making {}", folder.display()))?;
-    }
-    let kernel = kernel::fetch(&unpacked)?;
-    kernel::download(&[UDEV.to_owned()], &udev)?;
-    let scsi_id = SCSI_ID.into_iter().map(|path| udev.join(path)).find(|path| path.is_file());
-    let scsi_id = scsi_id.context("the package udev has no scsi_id where it is expected")?;
+    let made = make_folder(staging.path(), "image")?;
     let mut inputs = inputs;
-    inputs.libraries.extend(shared_libraries(&scsi_id)?);
-    inputs.tools.push(scsi_id);
+    let kernel = match inputs.uml.take() {
+        Some(uml) => kernel::user_mode_linux(uml)?,
+        None => {
+            let udev = make_folder(staging.path(), "udev")?;
+            kernel::download(&[UDEV.to_owned()], &udev)?;
+            let mut paths = SCSI_ID.into_iter().map(|path| udev.join(path));
+            let scsi_id = paths.find(|path| path.is_file());
+            let scsi_id =
+                scsi_id.context("the package udev has no scsi_id where it is expected")?;
+            inputs.libraries.extend(shared_libraries(&scsi_id)?);
+            inputs.tools.push(scsi_id);
+            kernel::fetch(&make_folder(staging.path(), "unpacked")?)?
+        }
+    };
     std::fs::copy(&kernel.vmlinuz, made.join("vmlinuz")).context("copying the kernel")?;
     write_initramfs(&inputs, &kernel, &made.join("initramfs.cpio"))?;
     std::fs::write(made.join("kernel-version"), &kernel.version)
@@ -253,6 +284,12 @@ fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
     std::fs::rename(&made, folder)
         .with_context(|| format!("moving the image to {}", folder.display()))?;
     Image::open(folder).with_context(|| format!("{} vanished", folder.display()))
+}
+
+fn make_folder(parent: &Path, name: &str) -> Result<PathBuf> {
+    let folder = parent.join(name);
+    std::fs::create_dir(&folder).with_context(|| format!("making {}", folder.display()))?;
+    Ok(folder)
 }
 
 fn write_initramfs(inputs: &Inputs, kernel: &Kernel, path: &Path) -> Result<()> {
@@ -288,11 +325,7 @@ fn write_initramfs(inputs: &Inputs, kernel: &Kernel, path: &Path) -> Result<()> 
     Ok(())
 }
 
-pub(super) fn add_file(
-    archive: &mut Archive<BufWriter<File>>,
-    source: &Path,
-    path: &str,
-) -> Result<()> {
+fn add_file(archive: &mut Archive<BufWriter<File>>, source: &Path, path: &str) -> Result<()> {
     let content = std::fs::read(source).with_context(|| format!("reading {}", source.display()))?;
     archive
         .file(path, 0o755, &content)

@@ -18,8 +18,16 @@ const META_PACKAGES: [&str; 3] =
     ["linux-image-cloud-amd64", "linux-image-virtual", "linux-image-kvm"];
 
 /// Modules for a guest's disks and for ext4. Their dependencies are added.
-const REQUIRED_MODULES: [&str; 6] =
-    ["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "sg", "ext4"];
+const REQUIRED_MODULES: [&str; 5] = ["virtio_blk", "virtio_scsi", "sd_mod", "sg", "ext4"];
+
+/// The module for QEMU's virtio devices.
+const QEMU_MODULES: [&str; 1] = ["virtio_pci"];
+
+/// The front-end of User Mode Linux.
+const UML_MODULES: [&str; 1] = ["virtio_uml"];
+
+/// The modules of User Mode Linux, in a folder for each version.
+const UML_MODULE_FOLDER: &str = "/usr/lib/uml/modules";
 
 /// A module that ext4 requests by a name, which its dependencies do not show. Newer kernels do
 /// without.
@@ -37,7 +45,7 @@ pub(crate) struct Module {
 pub(crate) struct Kernel {
     /// Package name and version, for people.
     pub(crate) version: String,
-    /// The bzImage that QEMU starts.
+    /// The bzImage that QEMU starts, or the program of User Mode Linux.
     pub(crate) vmlinuz: PathBuf,
     /// The modules in the order of insertion.
     pub(crate) modules: Vec<Module>,
@@ -85,7 +93,26 @@ pub(crate) fn fetch(folder: &Path) -> Result<Kernel> {
     Ok(Kernel {
         version: format!("{image} {version}"),
         vmlinuz,
-        modules: ModuleTree::read(&tree)?.select()?,
+        modules: ModuleTree::read(&tree)?.select(&QEMU_MODULES)?,
+    })
+}
+
+/// The installed kernel of User Mode Linux, whose program is `vmlinuz`.
+///
+/// # Errors
+/// If it has no modules.
+pub(crate) fn user_mode_linux(vmlinuz: PathBuf) -> Result<Kernel> {
+    let reading = || format!("reading {UML_MODULE_FOLDER}");
+    let mut trees = Vec::new();
+    for tree in std::fs::read_dir(UML_MODULE_FOLDER).with_context(reading)? {
+        trees.push(tree.with_context(reading)?.path());
+    }
+    let tree = trees.into_iter().max().with_context(|| format!("{UML_MODULE_FOLDER} is empty"))?;
+    let release = tree.file_name().unwrap_or_default().to_string_lossy();
+    Ok(Kernel {
+        version: format!("User Mode Linux {release}"),
+        vmlinuz,
+        modules: ModuleTree::read(&tree)?.select(&UML_MODULES)?,
     })
 }
 
@@ -147,10 +174,11 @@ impl ModuleTree {
         })
     }
 
-    /// The wanted modules and all their dependencies, dependencies first.
-    fn select(&self) -> Result<Vec<Module>> {
+    /// The wanted modules, among them those of a machine, and all their dependencies, dependencies
+    /// first.
+    fn select(&self, of_machine: &[&str]) -> Result<Vec<Module>> {
         let mut selected = Vec::new();
-        for name in REQUIRED_MODULES {
+        for name in of_machine.iter().chain(&REQUIRED_MODULES) {
             self.add(name, &mut selected)?;
         }
         for name in OPTIONAL_MODULES {

@@ -1,150 +1,88 @@
-//! The process of QEMU: its start, its end, and the check for crashes of QEMU itself.
+//! The command line of QEMU for a guest.
 
-use std::fmt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringhaul_tools::process::{wait_child, wait_readable};
-use rustix::process::Signal;
-use tempfile::TempDir;
+use anyhow::{Context, Result};
+use ringhaul_tools::process;
 
-use super::channel::{Console, STOP_INTERVAL, StopFlag};
+use super::accelerator::Accelerator;
+use super::image::{Image, KERNEL_OPTIONS, find_program};
+use super::vm::{Bus, VmOptions};
 
-/// The time limit for QEMU's own start or end, which take a fraction of a second.
-const QEMU_LIMIT: Duration = Duration::from_secs(30);
+/// The first QEMU that calls `reconnect` `reconnect-ms`: (major, minor).
+const RECONNECT_MS_SINCE: (u32, u32) = (9, 2);
 
-/// The time limit for QEMU's end after its sockets were closed, and for the check after any failed
-/// wait that it has ended.
-const ENDING_LIMIT: Duration = Duration::from_secs(2);
-
-/// A failed assertion in QEMU's own emulation of processors (TCG), in which no back-end has a part.
-/// A test of a back-end may start again.
-#[derive(Debug)]
-pub struct QemuCrashed {
-    explanation: String,
-}
-
-impl fmt::Display for QemuCrashed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.explanation)
+/// The command that starts QEMU and connects it to the sockets `agent` and `monitor` in `folder`.
+pub(super) fn command(
+    image: &Image,
+    accelerator: Accelerator,
+    options: &VmOptions,
+    folder: &Path,
+) -> Result<Command> {
+    let qemu = find_program("qemu-system-x86_64", "qemu-system-x86")?;
+    let reconnect =
+        if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=100" };
+    let memory = options.memory_mib;
+    // QEMU ends with this process, however that ends.
+    let mut command = Command::new(find_program("setpriv", "util-linux")?);
+    command.args(["--pdeathsig", "KILL"]).arg(qemu);
+    command
+        .stdin(Stdio::null())
+        .args(["-nodefaults", "-no-user-config", "-display", "none"])
+        .args(["-M", "q35,memory-backend=memory"])
+        .args(["-accel", accelerator.qemu_argument(), "-cpu", "max"])
+        .args(["-smp", &options.vcpus.to_string()])
+        .args(["-m", &format!("{memory}M")])
+        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
+        .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
+        .args(socket_chardev("agent", &folder.join("agent"), ""))
+        .args(["-serial", "chardev:agent"])
+        .args(socket_chardev("monitor", &folder.join("monitor"), ""))
+        .args(["-mon", "chardev=monitor,mode=control"]);
+    if options.boot_target.is_none() {
+        command.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
+        command.args(["-append", KERNEL_OPTIONS]);
     }
-}
-
-impl std::error::Error for QemuCrashed {}
-
-/// Returns true if a line of QEMU's stderr reports a failed assertion in code that only TCG runs.
-///
-/// The forms are the C library's (`program: file:line: function: Assertion ...`) and GLib's
-/// (`ERROR:file:line:function: assertion failed: ...`).
-fn is_tcg_assertion(line: &str) -> bool {
-    let place = if let Some((place, _)) = line.split_once(": Assertion `") {
-        place.split_once(": ").map(|(_program, place)| place)
-    } else if let Some((place, _)) = line.split_once(": assertion failed") {
-        place.split_once("ERROR:").map(|(_, place)| place)
-    } else {
-        None
-    };
-    let mut parts = place.unwrap_or_default().splitn(3, ':').map(str::trim);
-    let (file, _line, function) = (parts.next(), parts.next(), parts.next());
-    let file = file.unwrap_or_default().trim_start_matches("../");
-    // The rest of this file serves devices and back-ends as well.
-    let iotlb = file.ends_with("physmem.c") && function == Some("iotlb_to_section");
-    iotlb || file.starts_with("accel/tcg/") || file.starts_with("tcg/")
-}
-
-/// The QEMU process. Dropping it kills it and waits for its end.
-pub(super) struct Qemu {
-    child: Child,
-    console: Console,
-    readers: Vec<JoinHandle<()>>,
-    _folder: TempDir,
-}
-
-impl Qemu {
-    pub(super) fn start(mut command: Command, console: Console, folder: TempDir) -> Result<Self> {
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("starting QEMU")?;
-        let mut readers = Vec::new();
-        readers.extend(child.stdout.take().map(|stream| console.follow(stream, false)));
-        readers.extend(child.stderr.take().map(|stream| console.follow(stream, true)));
-        Ok(Self { child, console, readers, _folder: folder })
-    }
-
-    /// Accepts the connection that QEMU makes to `listener` at its start.
-    pub(super) fn accept(
-        &mut self,
-        listener: &UnixListener,
-        stop: &StopFlag,
-    ) -> Result<UnixStream> {
-        let deadline = Instant::now() + QEMU_LIMIT;
-        loop {
-            match listener.accept() {
-                Ok((stream, _)) => return Ok(stream),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error).context("accepting a connection of QEMU"),
-            }
-            if let Some(status) = self.child.try_wait().context("waiting for QEMU")? {
-                bail!("QEMU ended with {status}");
-            }
-            ensure!(!stop.load(Ordering::Relaxed), "stopped by a signal");
-            ensure!(Instant::now() < deadline, "QEMU did not start in time");
-            wait_readable(listener, STOP_INTERVAL)?;
-        }
-    }
-
-    /// Waits for QEMU to end on its own.
-    pub(super) fn wait(&mut self, deadline: Instant) -> Result<ExitStatus> {
-        wait_child(&mut self.child, deadline).context("waiting for QEMU")
-    }
-
-    /// The number of stalled processors that the guest's kernel has reported.
-    pub(super) fn stalls(&self) -> usize {
-        self.console.count("rcu: INFO")
-    }
-
-    /// Returns `error` with the console and, if QEMU has ended, its status: a [`QemuCrashed`] after
-    /// an assertion of TCG.
-    pub(super) fn explain(&mut self, error: &anyhow::Error) -> anyhow::Error {
-        let Ok(status) = self.wait(Instant::now() + ENDING_LIMIT) else {
-            return anyhow!("{error:#}\n--- console ---\n{}", self.console.tail());
+    for (index, disk) in options.disks.iter().enumerate() {
+        let id = format!("disk{index}");
+        let (queues, size) = (disk.num_queues, disk.queue_size);
+        let device = match disk.bus {
+            Bus::Blk => format!("vhost-user-blk-pci,num-queues={queues},queue-size={size}"),
+            Bus::Scsi => format!("vhost-user-scsi-pci,num_queues={queues},virtqueue_size={size}"),
         };
-        // The last messages may still be in the pipe.
-        self.join_readers();
-        let place = self.console.find_error(is_tcg_assertion);
-        let console = self.console.tail();
-        let aborted = status.signal() == Some(Signal::ABORT.as_raw());
-        let what = format!("{error:#} (QEMU ended with {status})\n--- console ---\n{console}");
-        match place {
-            Some(line) if aborted => {
-                QemuCrashed { explanation: format!("QEMU died of itself: {line}\n{what}") }.into()
-            }
-            _ => anyhow!(what),
-        }
+        let boot = match options.boot_target {
+            Some(target) if index == 0 => format!(",bootindex=1,boot_tpgt={target}"),
+            _ => String::new(),
+        };
+        command
+            .args(socket_chardev(&id, &disk.socket, reconnect))
+            .args(["-device", &format!("{device},chardev={id}{boot}")]);
     }
-
-    fn join_readers(&mut self) {
-        for reader in self.readers.drain(..) {
-            let _ = reader.join();
-        }
-    }
+    Ok(command)
 }
 
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        // Fails only if QEMU was already waited for.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        self.join_readers();
+fn socket_chardev(id: &str, path: &Path, more: &str) -> [OsString; 2] {
+    let mut argument = OsString::from(format!("socket,id={id},path="));
+    argument.push(path);
+    if !more.is_empty() {
+        argument.push(",");
+        argument.push(more);
     }
+    ["-chardev".into(), argument]
+}
+
+fn qemu_version(qemu: &Path) -> Result<(u32, u32)> {
+    let text = process::output(Command::new(qemu).arg("--version"))?;
+    parse_version(&text).with_context(|| format!("{} says no version: {text}", qemu.display()))
+}
+
+/// The (major, minor) in `QEMU emulator version 10.0.2 (Debian …)`.
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let (_, version) = text.split_once("version ")?;
+    let mut parts = version.split(|character: char| !character.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
 #[cfg(test)]
@@ -152,26 +90,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn assertions_of_tcg_are_recognised() {
-        for line in [
-            "qemu-system-x86_64: system/physmem.c:2678: iotlb_to_section: Assertion `a < b' failed",
-            "qemu: ../softmmu/physmem.c:24: iotlb_to_section: Assertion `a < b' failed.",
-            "qemu: ../accel/tcg/cpu-exec.c:5: cpu_exec_longjmp_cleanup: Assertion `a' failed.",
-            "ERROR:../accel/tcg/tb-maint.c:341:page_unlock__debug: assertion failed: (a)",
-            "Bail out! ERROR:tcg/tcg.c:341:tcg_gen_code: assertion failed: (a)",
-        ] {
-            assert!(is_tcg_assertion(line), "{line}");
-        }
-        for line in [
-            "qemu: ../hw/virtio/vhost.c:5: vhost_dev_start: Assertion `a' failed.",
-            "qemu: ../system/physmem.c:5: address_space_unmap: Assertion `mr != NULL' failed.",
-            "qemu: ../hw/virtio/vhost.c:5: f: Assertion `accel/tcg/' failed.",
-            "ERROR:../hw/virtio/virtio.c:5:f: assertion failed: (a)",
-            "Assertion `accel/tcg/cpu-exec.c:5: f' failed",
-            "accel/tcg/cpu-exec.c:5: f: what else is written there",
-            "",
-        ] {
-            assert!(!is_tcg_assertion(line), "{line}");
-        }
+    fn versions_of_qemu_are_read() {
+        let debian = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)\nCopyright";
+        assert_eq!(parse_version(debian), Some((10, 0)));
+        assert_eq!(parse_version("QEMU emulator version 8.2.2"), Some((8, 2)));
+        assert_eq!(parse_version("no such thing"), None);
+        assert!((8, 2) < RECONNECT_MS_SINCE && (10, 0) >= RECONNECT_MS_SINCE);
     }
 }

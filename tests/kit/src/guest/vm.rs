@@ -1,19 +1,18 @@
-//! A virtual machine in QEMU that runs scripts and has disks on vhost-user sockets.
+//! A guest in QEMU or User Mode Linux that runs scripts and has disks on vhost-user sockets.
 
-use std::ffi::OsString;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringhaul_tools::process;
 use tempfile::TempDir;
 
 use super::accelerator::Accelerator;
 use super::channel::{Console, LineChannel, QmpMonitor, StopFlag};
-use super::image::{Image, KERNEL_OPTIONS, find_program};
-use super::qemu::{Qemu, QemuCrashed};
+use super::image::Image;
+use super::machine::{Machine, MachineKind, QemuCrashed};
+use super::{qemu, uml};
 
 /// The first message of the guest's init, before it loads any driver.
 const STARTED: &str = "ringhaul-guest started";
@@ -23,9 +22,6 @@ const READY: &str = "ringhaul-guest ready";
 
 /// The guest's tty buffers up to this many bytes that its init has not read.
 const MAX_SCRIPT_BYTES: usize = 32 * 1024;
-
-/// The first QEMU that calls `reconnect` `reconnect-ms`: (major, minor).
-const RECONNECT_MS_SINCE: (u32, u32) = (9, 2);
 
 /// The kind of a device of the guest.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -102,11 +98,12 @@ pub struct ScriptOutput {
     pub text: String,
 }
 
-/// A running guest. Dropping it ends QEMU in any state of the guest.
+/// A running guest. Dropping it ends its machine in any state of the guest.
 pub struct Vm {
-    qemu: Qemu,
+    machine: Machine,
     agent: LineChannel,
-    monitor: QmpMonitor,
+    /// `None` in User Mode Linux.
+    monitor: Option<QmpMonitor>,
     scripts: u32,
     options: VmOptions,
 }
@@ -119,7 +116,34 @@ impl Vm {
     /// disk's socket), or the guest is not up within the limit. The error shows the console. It is
     /// a [`QemuCrashed`] if QEMU crashed by itself in the last allowed attempt.
     pub fn boot(image: &Image, accelerator: Accelerator, options: &VmOptions) -> Result<Self> {
-        Self::boot_with(options, |folder| qemu_command(image, accelerator, options, folder))
+        Self::boot_with(options, |folder| qemu::command(image, accelerator, options, folder))
+    }
+
+    /// Returns true if User Mode Linux is installed.
+    #[must_use]
+    pub fn has_uml() -> bool {
+        Image::find_uml().is_ok()
+    }
+
+    /// Boots the kernel of User Mode Linux, a process of this machine, and waits until it is ready
+    /// for scripts. It has one processor, one queue of 256 entries for each disk, and no reset
+    /// button; a disk whose server ends is lost.
+    ///
+    /// # Errors
+    /// If User Mode Linux is not installed or does not start, or the guest is not up within the
+    /// limit. The error shows the console.
+    pub fn boot_uml(options: &VmOptions) -> Result<Self> {
+        let image = Image::prepare_uml()?;
+        let options = VmOptions { vcpus: 1, boot_attempts: 1, ..options.clone() };
+        let folder = make_folder()?;
+        let (ours, theirs) = UnixStream::pair().context("making the guest's serial line")?;
+        let agent = LineChannel::new("the guest's serial line", ours, options.stop.clone())?;
+        let command = uml::command(&image, &options, folder.path(), theirs.into())?;
+        let console = Console::new(options.echo);
+        let machine = Machine::start(MachineKind::Uml, command, console, folder)?;
+        let mut vm = Self { machine, agent, monitor: None, scripts: 0, options };
+        vm.wait_ready()?;
+        Ok(vm)
     }
 
     /// Like [`Vm::boot`], with `command` to start QEMU, given the folder of its sockets.
@@ -139,26 +163,26 @@ impl Vm {
 
     /// Starts QEMU once.
     fn start(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
-        let folder = tempfile::Builder::new()
-            .prefix("ringhaul-guest-")
-            .tempdir()
-            .context("making a folder for the sockets of QEMU")?;
+        let folder = make_folder()?;
         let agent = listen(&folder, "agent")?;
         let monitor = listen(&folder, "monitor")?;
-        let mut qemu = Qemu::start(command(folder.path())?, Console::new(options.echo), folder)?;
+        let command = command(folder.path())?;
+        let console = Console::new(options.echo);
+        let mut machine = Machine::start(MachineKind::Qemu, command, console, folder)?;
 
         let stop = &options.stop;
         let mut connect = || -> Result<(LineChannel, QmpMonitor)> {
-            let agent = qemu.accept(&agent, stop)?;
-            let monitor = qemu.accept(&monitor, stop)?;
+            let agent = machine.accept(&agent, stop)?;
+            let monitor = machine.accept(&monitor, stop)?;
             let agent = LineChannel::new("the guest's serial port", agent, stop.clone())?;
             Ok((agent, QmpMonitor::new(monitor, stop.clone())?))
         };
         let (agent, monitor) = match connect() {
             Ok(channels) => channels,
-            Err(error) => return Err(qemu.explain(&error)),
+            Err(error) => return Err(machine.explain(&error)),
         };
-        let mut vm = Self { qemu, agent, monitor, scripts: 0, options: options.clone() };
+        let (monitor, options) = (Some(monitor), options.clone());
+        let mut vm = Self { machine, agent, monitor, scripts: 0, options };
         vm.wait_ready()?;
         Ok(vm)
     }
@@ -166,9 +190,9 @@ impl Vm {
     /// Runs a shell script (with `set -eu`) in the guest.
     ///
     /// # Errors
-    /// If the script has not ended within `limit`, the guest crashed, or QEMU has ended; not if the
-    /// script fails. The error shows the console and the output so far. Like that of every function
-    /// here, it is a [`QemuCrashed`] if QEMU crashed by itself.
+    /// If the script has not ended within `limit`, the guest crashed, or its machine has ended; not
+    /// if the script fails. The error shows the console and the output so far. Like that of every
+    /// function here, it is a [`QemuCrashed`] if QEMU crashed by itself.
     pub fn run(&mut self, script: &str, limit: Duration) -> Result<ScriptOutput> {
         let mut text = String::new();
         match self.converse(script, limit, &mut text) {
@@ -176,7 +200,7 @@ impl Vm {
             Err(error) => {
                 let error = error.context(format!("running a script in the guest:\n{script}"));
                 let error = anyhow!("{error:#}\n--- output of the script ---\n{text}");
-                Err(self.qemu.explain(&error))
+                Err(self.machine.explain(&error))
             }
         }
     }
@@ -194,7 +218,7 @@ impl Vm {
                 output.status,
                 output.text
             );
-            return Err(self.qemu.explain(&error));
+            return Err(self.machine.explain(&error));
         }
         Ok(output.text.trim_end().to_owned())
     }
@@ -204,30 +228,44 @@ impl Vm {
     /// # Errors
     /// If it is not up again within the limit.
     pub fn reboot(&mut self) -> Result<()> {
-        self.send("reboot -f\n").map_err(|error| self.qemu.explain(&error))?;
+        self.send("reboot -f\n").map_err(|error| self.machine.explain(&error))?;
         self.wait_ready()
     }
 
     /// Presses the reset button, in any state of the guest, and waits until it is ready.
     ///
     /// # Errors
-    /// If it is not up again within the limit.
+    /// If it is not up again within the limit, or runs in User Mode Linux.
     pub fn reset(&mut self) -> Result<()> {
-        self.monitor.execute("system_reset").map_err(|error| self.qemu.explain(&error))?;
+        self.press_reset().map_err(|error| self.machine.explain(&error))?;
         self.wait_ready()
     }
 
-    /// Switches the guest off in an orderly way and waits for QEMU to end.
+    fn press_reset(&mut self) -> Result<()> {
+        let monitor = self.monitor.as_mut().context("User Mode Linux has no reset button")?;
+        monitor.execute("system_reset").map(drop)
+    }
+
+    /// The number of processors.
+    #[must_use]
+    pub fn vcpus(&self) -> u32 {
+        self.options.vcpus
+    }
+
+    /// Switches the guest off in an orderly way and waits for its machine to end.
     ///
     /// # Errors
-    /// If QEMU has not ended within `limit`, or its status is not 0.
+    /// If the machine has not ended within `limit`, or its status is not 0.
     pub fn power_off(mut self, limit: Duration) -> Result<()> {
         let sent = self.send("sync\npoweroff -f\n");
-        let ended = sent.and_then(|()| self.qemu.wait(Instant::now() + limit));
+        let ended = sent.and_then(|()| self.machine.wait(Instant::now() + limit));
         match ended {
             Ok(status) if status.success() => Ok(()),
-            Ok(status) => Err(self.qemu.explain(&anyhow!("QEMU ended with {status}"))),
-            Err(error) => Err(self.qemu.explain(&error.context("switching the guest off"))),
+            Ok(status) => {
+                let kind = self.machine.kind();
+                Err(self.machine.explain(&anyhow!("{kind} ended with {status}")))
+            }
+            Err(error) => Err(self.machine.explain(&error.context("switching the guest off"))),
         }
     }
 
@@ -235,23 +273,23 @@ impl Vm {
     fn wait_ready(&mut self) -> Result<()> {
         self.boot_again_until_ready()
             .context("waiting for the guest to boot")
-            .map_err(|error| self.qemu.explain(&error))
+            .map_err(|error| self.machine.explain(&error))
     }
 
     fn boot_again_until_ready(&mut self) -> Result<()> {
         for attempt in 1..=self.options.boot_attempts {
             let deadline = Instant::now() + self.options.boot_limit;
-            let stalls = self.qemu.stalls();
+            let stalls = self.machine.stalls();
             if self.wait_for(STARTED, deadline)? {
                 if self.wait_for(READY, deadline)? {
                     return Ok(());
                 }
                 // A wait for a disk stalls no processor.
-                ensure!(self.qemu.stalls() > stalls, "its init hangs");
+                ensure!(self.machine.stalls() > stalls, "its init hangs");
             }
             if attempt < self.options.boot_attempts {
                 eprintln!("guest: the kernel hangs while it boots; it is started again");
-                self.monitor.execute("system_reset")?;
+                self.press_reset()?;
             }
         }
         bail!("its kernel did not start the init")
@@ -310,6 +348,12 @@ impl Vm {
     }
 }
 
+/// Makes the folder of a machine's sockets.
+fn make_folder() -> Result<TempDir> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("ringhaul-guest-").tempdir().context("making a folder for a guest's sockets")
+}
+
 fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
     let path = folder.path().join(name);
     let listener =
@@ -319,87 +363,9 @@ fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
     Ok(listener)
 }
 
-fn qemu_command(
-    image: &Image,
-    accelerator: Accelerator,
-    options: &VmOptions,
-    folder: &Path,
-) -> Result<Command> {
-    let qemu = find_program("qemu-system-x86_64", "qemu-system-x86")?;
-    let reconnect =
-        if qemu_version(&qemu)? < RECONNECT_MS_SINCE { "reconnect=1" } else { "reconnect-ms=100" };
-    let memory = options.memory_mib;
-    // QEMU ends with this process, however that ends.
-    let mut command = Command::new(find_program("setpriv", "util-linux")?);
-    command.args(["--pdeathsig", "KILL"]).arg(qemu);
-    command
-        .args(["-nodefaults", "-no-user-config", "-display", "none"])
-        .args(["-M", "q35,memory-backend=memory"])
-        .args(["-accel", accelerator.qemu_argument(), "-cpu", "max"])
-        .args(["-smp", &options.vcpus.to_string()])
-        .args(["-m", &format!("{memory}M")])
-        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
-        .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
-        .args(socket_chardev("agent", &folder.join("agent"), ""))
-        .args(["-serial", "chardev:agent"])
-        .args(socket_chardev("monitor", &folder.join("monitor"), ""))
-        .args(["-mon", "chardev=monitor,mode=control"]);
-    if options.boot_target.is_none() {
-        command.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
-        command.args(["-append", KERNEL_OPTIONS]);
-    }
-    for (index, disk) in options.disks.iter().enumerate() {
-        let id = format!("disk{index}");
-        let (queues, size) = (disk.num_queues, disk.queue_size);
-        let device = match disk.bus {
-            Bus::Blk => format!("vhost-user-blk-pci,num-queues={queues},queue-size={size}"),
-            Bus::Scsi => format!("vhost-user-scsi-pci,num_queues={queues},virtqueue_size={size}"),
-        };
-        let boot = match options.boot_target {
-            Some(target) if index == 0 => format!(",bootindex=1,boot_tpgt={target}"),
-            _ => String::new(),
-        };
-        command
-            .args(socket_chardev(&id, &disk.socket, reconnect))
-            .args(["-device", &format!("{device},chardev={id}{boot}")]);
-    }
-    Ok(command)
-}
-
-fn socket_chardev(id: &str, path: &Path, more: &str) -> [OsString; 2] {
-    let mut argument = OsString::from(format!("socket,id={id},path="));
-    argument.push(path);
-    if !more.is_empty() {
-        argument.push(",");
-        argument.push(more);
-    }
-    ["-chardev".into(), argument]
-}
-
-fn qemu_version(qemu: &Path) -> Result<(u32, u32)> {
-    let text = process::output(Command::new(qemu).arg("--version"))?;
-    parse_version(&text).with_context(|| format!("{} says no version: {text}", qemu.display()))
-}
-
-/// The (major, minor) in `QEMU emulator version 10.0.2 (Debian …)`.
-fn parse_version(text: &str) -> Option<(u32, u32)> {
-    let (_, version) = text.split_once("version ")?;
-    let mut parts = version.split(|character: char| !character.is_ascii_digit());
-    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn versions_of_qemu_are_read() {
-        let debian = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)\nCopyright";
-        assert_eq!(parse_version(debian), Some((10, 0)));
-        assert_eq!(parse_version("QEMU emulator version 8.2.2"), Some((8, 2)));
-        assert_eq!(parse_version("no such thing"), None);
-        assert!((8, 2) < RECONNECT_MS_SINCE && (10, 0) >= RECONNECT_MS_SINCE);
-    }
 
     /// Boots with a QEMU that only writes `message` to stderr and dies of `signal`. Returns the
     /// number of starts and the error.
