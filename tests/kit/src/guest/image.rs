@@ -29,13 +29,14 @@ const LAYOUT: u32 = 4;
 const INIT: &str = include_str!("init");
 
 /// Tools beside busybox, and the Debian packages that hold them.
-const TOOLS: [(&str, &str); 26] = [
+const TOOLS: [(&str, &str); 27] = [
     ("fio", "fio"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("blkdiscard", "util-linux"),
     ("iscsi-test-cu", "libiscsi-bin"),
     ("lsblk", "util-linux"),
+    ("md5sum", "coreutils"),
     ("sg_compare_and_write", "sg3-utils"),
     ("sg_get_lba_status", "sg3-utils"),
     ("sg_inq", "sg3-utils"),
