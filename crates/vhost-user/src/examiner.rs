@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use device::oneshot;
 use virtqueue::GuestMemory;
@@ -17,6 +18,9 @@ const MAP_THREADS: usize = 4;
 /// Threads that pass calls on, one per front-end. All but the last are left from earlier
 /// front-ends, with a write that hangs.
 const RELAYS_MAX: usize = 4;
+
+/// The longest wait for such a thread to end. Without a hanging write it only needs a CPU.
+const RELAY_END_LIMIT: Duration = Duration::from_secs(1);
 
 /// Unmapping memory in use takes some 0.2 ms for each MiB. Up to this size the last user unmaps it
 /// itself, because a thread costs as much.
@@ -35,8 +39,10 @@ pub struct Examiner {
     open: AtomicUsize,
     /// The maximum of open descriptors of a front-end, rings and memory included.
     open_max: AtomicUsize,
-    /// Threads that pass calls on.
-    relays: AtomicUsize,
+    /// The number of threads that pass calls on.
+    relays: Mutex<usize>,
+    /// Notified when such a thread has ended.
+    relay_ended: Condvar,
 }
 
 impl Default for Examiner {
@@ -49,7 +55,8 @@ impl Default for Examiner {
             unmaps: queue("ringhaul-unmap", 1),
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
-            relays: AtomicUsize::new(0),
+            relays: Mutex::default(),
+            relay_ended: Condvar::new(),
         }
     }
 }
@@ -59,6 +66,10 @@ impl Examiner {
     #[cfg(any(test, feature = "testing"))]
     pub fn hold(self: &Arc<Self>) -> impl Sized + use<> {
         Counted::new(Arc::clone(self))
+    }
+
+    fn relays(&self) -> MutexGuard<'_, usize> {
+        self.relays.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets the maximum of open descriptors of a front-end. The eventfds of a ring count twice,
@@ -155,14 +166,22 @@ pub(super) struct RelaySlot(Arc<Examiner>);
 impl RelaySlot {
     /// Returns `None` if too many such threads hang.
     pub(super) fn take(examiner: &Arc<Examiner>) -> Option<Self> {
-        let slot = Self(Arc::clone(examiner));
-        (examiner.relays.fetch_add(1, Ordering::Relaxed) < RELAYS_MAX).then_some(slot)
+        let is_full = |relays: &mut usize| *relays >= RELAYS_MAX;
+        let waited =
+            examiner.relay_ended.wait_timeout_while(examiner.relays(), RELAY_END_LIMIT, is_full);
+        let (mut relays, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if is_full(&mut relays) {
+            return None;
+        }
+        *relays += 1;
+        Some(Self(Arc::clone(examiner)))
     }
 }
 
 impl Drop for RelaySlot {
     fn drop(&mut self) {
-        self.0.relays.fetch_sub(1, Ordering::Relaxed);
+        *self.0.relays() -= 1;
+        self.0.relay_ended.notify_one();
     }
 }
 
@@ -264,8 +283,7 @@ pub(super) mod tests {
 
         pub(crate) fn is_idle(&self) -> bool {
             let queues = [&self.closes, &self.maps, &self.unmaps];
-            let relays = self.relays.load(Ordering::Relaxed);
-            relays == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
+            *self.relays() == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
         }
     }
 
@@ -285,6 +303,24 @@ pub(super) mod tests {
         drop(hung);
         assert!(last.wait().is_some());
         assert_eq!(begun.iter().collect::<Vec<_>>(), ["the last"]);
+    }
+
+    #[test]
+    fn a_relay_waits_for_the_end_of_an_earlier_one() {
+        let examiner = Arc::new(Examiner::default());
+        let mut slots: Vec<_> =
+            (0..RELAYS_MAX).map(|_| RelaySlot::take(&examiner).unwrap()).collect();
+        assert!(RelaySlot::take(&examiner).is_none(), "all hang");
+        let taking = std::thread::spawn({
+            let examiner = Arc::clone(&examiner);
+            move || RelaySlot::take(&examiner).is_some()
+        });
+        // A thread that does not wait has time to return.
+        (0..1000).for_each(|_| std::thread::yield_now());
+        slots.pop();
+        assert!(taking.join().unwrap(), "it was refused");
+        drop(slots);
+        assert!(examiner.is_idle());
     }
 
     #[test]
