@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ringhaul_tools::process::{wait_child, wait_readable};
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group};
 use tempfile::TempDir;
 
 use super::channel::{Console, STOP_INTERVAL, StopFlag};
@@ -161,16 +161,6 @@ impl Machine {
         }
     }
 
-    /// Ends User Mode Linux together with the guest's processes. Killed alone, it would let them go
-    /// on as processes of this machine.
-    fn end_uml(&mut self) {
-        if self.kind == MachineKind::Uml && matches!(self.child.try_wait(), Ok(None)) {
-            // The process was not waited for, so it exists.
-            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-            let _ = self.wait(Instant::now() + ENDING_LIMIT);
-        }
-    }
-
     /// Kills the guest's processes in User Mode Linux that are left.
     fn end_group(&self) {
         if self.kind == MachineKind::Uml {
@@ -188,7 +178,6 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.end_uml();
         self.end_group();
         // Fails only if the process was already waited for.
         let _ = self.child.kill();

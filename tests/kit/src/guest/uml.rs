@@ -21,11 +21,16 @@ pub(super) fn command(
     folder: &Path,
     agent: OwnedFd,
 ) -> Result<Command> {
-    // User Mode Linux ends with this process, however that ends. SIGKILL would let the guest's
-    // processes go on, as processes of this machine.
+    // User Mode Linux ends with this process, however that ends. Processes of the guest that lose
+    // their kernel would go on as processes of this machine, with root's rights. They are in a PID
+    // namespace of which that kernel is the first process, so they end with it.
+    let is_root = rustix::process::geteuid().is_root();
     let mut command = Command::new(find_program("setpriv", "util-linux")?);
+    command.args(["--pdeathsig", if is_root { "KILL" } else { "TERM" }]);
+    if is_root {
+        command.arg(find_program("unshare", "util-linux")?).args(["--pid", "--kill-child", "--"]);
+    }
     command
-        .args(["--pdeathsig", "TERM"])
         .arg(&image.kernel)
         .arg(format!("mem={}M", options.memory_mib))
         .args(["rdinit=/init", "root=/dev/ram0", "loglevel=5"])
