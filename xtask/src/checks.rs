@@ -59,11 +59,11 @@ const TEST_MINUTES: u64 = 30;
 const STEPS: &[Step] = &[
     Step { name: "format", cargo: "fmt --all --check", ..STEP },
     Step { name: "format, lab", cargo: "fmt --manifest-path lab/Cargo.toml --check", ..STEP },
-    Step { name: "tidy", cargo: "run --quiet --package xtask tidy", usual: 60, ..STEP },
+    Step { name: "tidy", cargo: "run --quiet --package xtask tidy", usual: 20, ..STEP },
     Step {
         name: "clippy",
         cargo: "clippy --workspace --all-targets -- --deny warnings",
-        usual: 150,
+        usual: 135,
         ..STEP
     },
     Step {
@@ -79,13 +79,13 @@ const STEPS: &[Step] = &[
         cargo: "clippy --package ringhaul-sim --package blockio --package ringhaul-cli \
                 -- --deny warnings",
         is_simulated: true,
-        usual: 60,
+        usual: 85,
         ..SLOW
     },
     Step {
         name: "clippy, lab",
         cargo: "clippy --manifest-path lab/Cargo.toml --all-targets -- --deny warnings",
-        usual: 45,
+        usual: 20,
         ..SLOW
     },
     Step {
@@ -93,7 +93,7 @@ const STEPS: &[Step] = &[
         cargo: "doc --workspace --no-deps --document-private-items",
         // Private items are documented too, so links to them are fine.
         env: Some(("RUSTDOCFLAGS", "--deny warnings --allow rustdoc::private-intra-doc-links")),
-        usual: 60,
+        usual: 20,
         ..SLOW
     },
     Step {
@@ -106,7 +106,7 @@ const STEPS: &[Step] = &[
         name: "release build",
         cargo: "build --release --package ringhaul-cli",
         essential: true,
-        usual: 270,
+        usual: 240,
         minutes: 120,
         ..SLOW
     },
@@ -114,20 +114,20 @@ const STEPS: &[Step] = &[
         // A missing fence has an effect in optimised code only.
         name: "fences",
         cargo: "test --release --package virtqueue --test it litmus",
-        usual: 45,
+        usual: 40,
         ..SLOW
     },
     Step {
         name: "simulation",
         cargo: "run --quiet --package xtask sim --seeds 20000",
-        usual: 900,
+        usual: 240,
         ..SLOW
     },
     Step {
         name: "tests, simulation",
         cargo: "test --package ringhaul-sim",
         is_simulated: true,
-        usual: 120,
+        usual: 25,
         ..SLOW
     },
     Step {
@@ -140,12 +140,12 @@ const STEPS: &[Step] = &[
     Step {
         name: "tests",
         cargo: "test --workspace --no-fail-fast",
-        usual: 2400,
+        usual: 1450,
         minutes: 240,
         ..SLOW
     },
-    Step { name: "tests, lab", cargo: "test --manifest-path lab/Cargo.toml", usual: 60, ..SLOW },
-    Step { name: "models", cargo: "run --quiet --package xtask loom", usual: 240, ..SLOW },
+    Step { name: "tests, lab", cargo: "test --manifest-path lab/Cargo.toml", usual: 25, ..SLOW },
+    Step { name: "models", cargo: "run --quiet --package xtask loom", usual: 185, ..SLOW },
     Step {
         name: "fuzz",
         cargo: "run --quiet --package xtask fuzz --seconds 60",
