@@ -29,7 +29,7 @@ check: rust ## The quick checks: format, tidy, clippy, tests of units, rings, se
 compare: rust ## Measure against qemu-storage-daemon and bare fio; root for zram and loop devices
 	@$(LAB) compare
 
-experiments: rust ## Measure the value of steps and settings; root for zram and loop devices
+experiments: rust ## Measure the value of the loop's steps; root for zram and loop devices
 	@$(LAB) experiments
 
 clean: ## Remove all build results
