@@ -183,7 +183,8 @@ pub(super) const EXPERIMENTS: [Experiment; 6] = [
         tests: "What do all of these do together, in the daemon?",
         credit: "All of the above.",
         sides: "off: --completion-ring getevents --harvest-on-submit off --submit-batch off \
-                --notify-batch off --prefetch off --poll-max-us 0; on: none of these options",
+                --notify-batch off --prefetch off --poll-max-us 0 --pacing off --grace off \
+                --omit-announcements off; on: none of these options",
     },
 ];
 
@@ -245,6 +246,12 @@ const ALL_OFF: Switches = &[
     "off",
     "--poll-max-us",
     "0",
+    "--pacing",
+    "off",
+    "--grace",
+    "off",
+    "--omit-announcements",
+    "off",
 ];
 const ALL_ON: Switches = &[];
 
