@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run, serve};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
@@ -62,22 +62,32 @@ fn a_disk_that_hangs_keeps_the_old_process() -> Result<()> {
     check(&mut frontend, 3)
 }
 
+/// A daemon with a control socket and a disk on `fuse`, and its front-end.
+fn serve_slow_disk(folders: &TestFolders, fuse: &Fuse) -> Result<(Running, Frontend)> {
+    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
+    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
+    let daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
+    let frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    Ok((daemon, frontend))
+}
+
+/// Submits a read that is not small on the first ring.
+fn submit_long_read(frontend: &mut Frontend) -> Result<()> {
+    let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
+    let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
+    frontend.rings[0].put_chain(0, &[Desc::readable(header, 16), data, Desc::writable(status, 1)]);
+    frontend.rings[0].submit(0)
+}
+
 /// A request that hangs blocks no other ring, and the next takeover is refused before any queue
 /// stops.
 #[test]
 fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let folders = test_folders()?;
-    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
-    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
-    let mut daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
-    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    let (mut daemon, mut frontend) = serve_slow_disk(&folders, &fuse)?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
-    let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
-    let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
-    let read = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-    frontend.rings[0].put_chain(0, &read);
-    frontend.rings[0].submit(0)?;
+    submit_long_read(&mut frontend)?;
     fuse.wait_for(opcode::READ)?;
     let hangs = (|| {
         let mut upgrade = ringhaul()?;
@@ -120,18 +130,11 @@ fn a_request_that_hangs_blocks_no_other_ring() -> Result<()> {
 fn a_disk_that_hangs_during_a_takeover_blocks_no_later_command() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let folders = test_folders()?;
-    let mut command = serve(&folders.socket("vm.sock"), &fuse.file())?;
-    command.args(["--read-only", "--lock", "off", "--engine", "threads"]);
-    let mut daemon = Running::serve(command.arg("--control").arg(folders.socket("control")))?;
-    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    let (mut daemon, mut frontend) = serve_slow_disk(&folders, &fuse)?;
     let mut successor = Client::new(&folders)?;
     let described = successor.begin()?;
     fuse.withhold(daemon.pid(), &[opcode::READ]);
-    let (header, status) = frontend.put_header(0, 0, blk::IN, 5)?;
-    let data = Desc::writable(DATA + 0x2000, LONG_BYTES);
-    let read = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
-    frontend.rings[0].put_chain(0, &read);
-    frontend.rings[0].submit(0)?;
+    submit_long_read(&mut frontend)?;
     fuse.wait_for(opcode::READ)?;
     let hangs = (|| {
         ensure!(described["error"].is_null(), "{described}");

@@ -26,10 +26,11 @@ fn data(
     logical_block_bytes: u32,
     queue_size: u16,
 ) -> Result<()> {
-    let scene = Scene::new()?;
-    let name = format!("{engine}-{cache}");
-    let export = Export { logical_block_bytes, queue_size, ..scene.export(&name, engine, cache)? };
-    data_of(&scene, &export, boot)
+    scenario(|| {
+        let scene = Scene::new()?;
+        let export = scene.export(&format!("{engine}-{cache}"), engine, cache)?;
+        data_of(&scene, &Export { logical_block_bytes, queue_size, ..export }, boot)
+    })
 }
 
 pub(super) fn data_of(scene: &Scene, export: &Export, boot: Boot) -> Result<()> {
@@ -80,30 +81,30 @@ fn check_discard(vm: &mut Vm, file: &Path) -> Result<()> {
 
 #[test]
 fn with_io_uring_direct() -> Result<()> {
-    scenario(|| data(boot, (Engine::IoUring, Cache::None), 512, 64))
+    data(boot, (Engine::IoUring, Cache::None), 512, 64)
 }
 
 #[test]
 fn with_io_uring_in_the_page_cache() -> Result<()> {
-    scenario(|| data(boot_fast, (Engine::IoUring, Cache::Writeback), 4096, 256))
+    data(boot_fast, (Engine::IoUring, Cache::Writeback), 4096, 256)
 }
 
 #[test]
 fn with_aio_direct() -> Result<()> {
-    scenario(|| data(boot_fast, (Engine::Aio, Cache::None), 512, 256))
+    data(boot_fast, (Engine::Aio, Cache::None), 512, 256)
 }
 
 #[test]
 fn with_aio_in_the_page_cache() -> Result<()> {
-    scenario(|| data(boot_fast, (Engine::Aio, Cache::Writeback), 4096, 256))
+    data(boot_fast, (Engine::Aio, Cache::Writeback), 4096, 256)
 }
 
 #[test]
 fn with_threads_direct() -> Result<()> {
-    scenario(|| data(boot, (Engine::Threads, Cache::None), 4096, 1024))
+    data(boot, (Engine::Threads, Cache::None), 4096, 1024)
 }
 
 #[test]
 fn with_threads_in_the_page_cache() -> Result<()> {
-    scenario(|| data(boot_fast, (Engine::Threads, Cache::Writeback), 512, 256))
+    data(boot_fast, (Engine::Threads, Cache::Writeback), 512, 256)
 }

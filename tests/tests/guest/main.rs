@@ -1,8 +1,8 @@
 //! A real Linux guest uses a disk that the daemon serves.
 //!
 //! A boot takes seconds, so each test does as much as possible with one guest. Without KVM, guests
-//! in QEMU run under TCG, 10 to 50 times slower. So a guest runs in User Mode Linux unless its test
-//! needs QEMU: for a front-end that reconnects, resets, several queues or sizes of queues.
+//! in QEMU run under TCG, which is slow. So a guest runs in User Mode Linux unless its test needs
+//! QEMU: for a front-end that reconnects, resets, several queues or sizes of queues.
 
 mod conformance;
 mod data;
@@ -123,12 +123,13 @@ fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<V
     Vm::boot(image, accelerator, &VmOptions { disks: disks(exports), ..options })
 }
 
-/// Boots a guest with these disks in User Mode Linux, which Ubuntu lacks: there in QEMU.
+/// Boots a guest with these disks in User Mode Linux, or in QEMU where that is not installed.
+/// Ubuntu has no package of it.
 fn boot_fast(exports: &[&Export]) -> Result<Vm> {
     boot_disks(disks(exports))
 }
 
-/// Like [`boot_fast`], with the front-ends' options of each disk.
+/// Like [`boot_fast`], for disks without an [`Export`].
 fn boot_disks(disks: Vec<Disk>) -> Result<Vm> {
     let options = VmOptions { disks, ..VmOptions::default() };
     if Vm::has_uml() {
