@@ -21,8 +21,10 @@
 //!
 //! Requests come checked: they lie on the disk, in whole logical blocks, and none changes a disk
 //! that is read-only. Memory may have any alignment. Operations of another library or thread go
-//! through [`foreign_op`](Io::foreign_op), which owns the memory until they have ended. The future
-//! of a request may be dropped at any time; an operation that it has begun then ends by itself.
+//! through [`foreign_op`](Io::foreign_op), which owns the memory until they have ended. A request
+//! to a server without a foreign op holds a [`RemoteOp`], or the loop polls as if it had nothing to
+//! wait for. The future of a request may be dropped at any time; an operation that it has begun
+//! then ends by itself.
 //!
 //! The other items are parts of this crate that such kinds share.
 
