@@ -1,9 +1,8 @@
 //! Tests that run until they are long enough: the simulation, kills of the daemon, and models.
 
 use std::ffi::OsString;
-use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use ringhaul_tools::process::{Interrupt, ManagedChild};
 use ringhaul_tools::workspace;
 
@@ -38,7 +37,7 @@ pub(crate) const SIM_PACKAGE: &[&str] =
 /// Runs the data path against a simulated kernel and a model guest.
 pub(crate) fn sim(args: &SimArgs) -> Result<()> {
     let interrupt = Interrupt::install()?;
-    let mut command: Command = workspace::cargo();
+    let mut command = workspace::cargo();
     command.arg("run").args(SIM_PACKAGE).arg("--").args(&args.options);
     ManagedChild::run("the simulation", &mut command, &interrupt)
 }
@@ -46,16 +45,14 @@ pub(crate) fn sim(args: &SimArgs) -> Result<()> {
 /// Builds the daemon and kills it many times, under a driver that keeps its inflight region, on a
 /// file and on a qcow2 image.
 pub(crate) fn crash(args: &CrashArgs) -> Result<()> {
-    let binary = workspace::ringhaul_binary()?;
-    let status = Command::new("cargo")
+    let interrupt = Interrupt::install()?;
+    let mut command = workspace::cargo();
+    command
         .args(["test", "--package", "ringhaul-tests", "--test", "crash", "--"])
         .args(["--nocapture", "--test-threads", "1"])
-        .env("RINGHAUL_BIN", binary)
-        .env("RINGHAUL_CRASH_ROUNDS", args.rounds.to_string())
-        .status()
-        .context("running cargo test")?;
-    ensure!(status.success(), "the daemon has lost something, or done it twice");
-    Ok(())
+        .env("RINGHAUL_BIN", workspace::ringhaul_binary()?)
+        .env("RINGHAUL_CRASH_ROUNDS", args.rounds.to_string());
+    ManagedChild::run("kills of the daemon", &mut command, &interrupt)
 }
 
 /// Runs the models of state that threads share. Each checker has a separate build.
