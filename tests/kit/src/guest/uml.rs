@@ -23,7 +23,8 @@ pub(super) fn command(
 ) -> Result<Command> {
     // User Mode Linux ends with this process, however that ends. Processes of the guest that lose
     // their kernel would go on as processes of this machine, with root's rights. They are in a PID
-    // namespace of which that kernel is the first process, so they end with it.
+    // namespace of which that kernel is the first process, so they end with it. Only root can make
+    // one; without it, the kernel ends them itself after SIGTERM.
     let is_root = rustix::process::geteuid().is_root();
     let mut command = Command::new(find_program("setpriv", "util-linux")?);
     command.args(["--pdeathsig", if is_root { "KILL" } else { "TERM" }]);
