@@ -194,7 +194,7 @@ impl Io {
 
     /// Keeps a weak reference to an object of this IoThread, for calls from other threads and for
     /// its disks. `key` is a number that no other object of its type has, such as the address of
-    /// something that these threads share.
+    /// the state that these threads share.
     pub fn share<T: Any>(&self, key: usize, object: &Rc<T>) {
         let mut all = self.shared.objects.borrow_mut();
         all.retain(|(_, object)| object.strong_count() > 0);
@@ -205,9 +205,8 @@ impl Io {
     /// Returns an object that was [shared](Self::share), if it still exists.
     pub fn shared<T: Any>(&self, key: usize) -> Option<Rc<T>> {
         let all = self.shared.objects.borrow();
-        let (_, object) =
-            all.iter().find(|(other, object)| *other == key && object.strong_count() > 0)?;
-        object.upgrade()?.downcast().ok()
+        let mut with_key = all.iter().filter(|(other, _)| *other == key);
+        with_key.find_map(|(_, object)| object.upgrade()?.downcast().ok())
     }
 
     /// Ends the service of a source. Closes its kick.
@@ -323,5 +322,28 @@ impl Drop for OpFuture<'_> {
         if let OpState::Waiting(slot) = self.state {
             self.io.abandon_op(slot);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{IoThread, IoThreadConfig};
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_shared_object_is_found_by_its_key_and_type_until_it_is_gone() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let io = thread.io();
+        let (number, text) = (Rc::new(7), Rc::new("text"));
+        io.share(1, &number);
+        io.share(1, &text);
+        io.share(2, &Rc::new(8));
+        assert_eq!(io.shared::<i32>(1), Some(Rc::clone(&number)));
+        assert_eq!(io.shared::<&str>(1), Some(Rc::clone(&text)));
+        assert_eq!(io.shared::<i32>(2), None);
+        drop(number);
+        assert_eq!(io.shared::<i32>(1), None);
+        assert_eq!(io.shared::<&str>(1), Some(text));
     }
 }
