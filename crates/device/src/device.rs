@@ -313,7 +313,7 @@ impl Device {
                 self.spawn(io, queue, Rc::new(ControlHandler::new(scsi)));
             }
             (Self::Scsi(scsi), QueueRole::Event) => {
-                let handler = EventQueue::start(scsi.events(), io, &queue);
+                let handler = EventQueue::start(scsi.events(), index, io, &queue);
                 self.spawn(io, queue, handler);
             }
         }

@@ -1,13 +1,12 @@
 //! Events that the driver receives unasked (virtio 1.3, section 5.6.6.3).
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
+use blockio::Io;
 use blockio::executor::Lock;
-use blockio::{Io, Remote};
 use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_EVT_RESET_REMOVED, VIRTIO_SCSI_EVT_RESET_RESCAN, VIRTIO_SCSI_T_EVENTS_MISSED,
     VIRTIO_SCSI_T_NO_EVENT, VIRTIO_SCSI_T_PARAM_CHANGE, VIRTIO_SCSI_T_TRANSPORT_RESET,
@@ -15,6 +14,7 @@ use virtio_bindings::virtio_scsi::{
 use virtqueue::Chain;
 
 use crate::queue::Queue;
+use crate::queue::per_thread::PerThread;
 use crate::queue::queue_setup::StopKind;
 use crate::queue::queue_task::Handler;
 use crate::unit_address::UnitAddress;
@@ -33,8 +33,8 @@ pub(crate) type Event = [u8; EVENT_BYTES];
 struct PendingEvents {
     events: VecDeque<Event>,
     missed: bool,
-    /// The number and the thread of the running event queue.
-    queue: Option<(usize, Remote)>,
+    /// The event queue that was started last.
+    queue: PerThread<EventQueue>,
 }
 
 /// The destination of events, for any thread.
@@ -68,15 +68,12 @@ impl EventSink {
         } else {
             waiting.events.push_back(event);
         }
-        let Some((number, thread)) = &waiting.queue else { return };
-        let number = *number;
-        thread.post(move |_| {
-            let find = |queues: &Vec<(usize, Weak<EventQueue>)>| {
-                queues.iter().find(|(other, _)| *other == number)?.1.upgrade()
-            };
-            if let Some(queue) = QUEUES.with_borrow(find) {
-                queue.fill_buffers();
-            }
+        waiting.queue.post_each(|_| {
+            Box::new(|queue| {
+                if let Some(queue) = queue {
+                    queue.fill_buffers();
+                }
+            })
         });
     }
 
@@ -107,39 +104,25 @@ fn no_event() -> Event {
     none
 }
 
-thread_local! {
-    /// The event queues of this thread.
-    static QUEUES: RefCell<Vec<(usize, Weak<EventQueue>)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// The number of the next event queue in this process.
-static NEXT: AtomicUsize = AtomicUsize::new(0);
-
 /// The event queue of a device: chains that the driver has made available for events. When the
 /// queue stops they are returned, since no later owner answers them.
 pub(crate) struct EventQueue {
     sink: EventSink,
     held: RefCell<VecDeque<Chain>>,
-    ring: OnceCell<Weak<Queue>>,
+    queue: Weak<Queue>,
 }
 
 impl EventQueue {
-    pub(crate) fn start(sink: &EventSink, io: &Io, queue: &Rc<Queue>) -> Rc<Self> {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let ring = OnceCell::from(Rc::downgrade(queue));
-        let started = Rc::new(Self { sink: sink.clone(), held: RefCell::default(), ring });
-        QUEUES.with_borrow_mut(|queues| {
-            queues.retain(|(_, queue)| queue.strong_count() > 0);
-            queues.push((number, Rc::downgrade(&started)));
-        });
-        let mut waiting = sink.0.lock();
-        waiting.queue = Some((number, io.remote()));
+    pub(crate) fn start(sink: &EventSink, index: u16, io: &Io, queue: &Rc<Queue>) -> Rc<Self> {
+        let (sink, queue) = (sink.clone(), Rc::downgrade(queue));
+        let started = Rc::new(Self { sink, held: RefCell::default(), queue });
+        started.sink.0.lock().queue.insert(index, io, &started);
         started
     }
 
     /// Writes pending events into the held chains.
     fn fill_buffers(&self) {
-        let Some(queue) = self.ring.get().and_then(Weak::upgrade) else { return };
+        let Some(queue) = self.queue.upgrade() else { return };
         let mut waiting = self.sink.0.lock();
         let mut held = self.held.borrow_mut();
         while waiting.missed || !waiting.events.is_empty() {

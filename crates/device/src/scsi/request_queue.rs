@@ -1,7 +1,7 @@
 //! A request queue on its IoThread: its tasks, and the logical units with their disks on that
 //! thread. Other threads reach all request queues of a device.
 
-use std::cell::{Cell, OnceCell, RefCell};
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::rc::{Rc, Weak};
@@ -47,7 +47,7 @@ pub(crate) struct RequestQueue {
     waits: Cell<WaitMode>,
     /// Commands that wait for a unit to be added.
     pub(super) held: LocalHeldCommands,
-    ring: OnceCell<Weak<Queue>>,
+    queue: Weak<Queue>,
 }
 
 impl LocalUnit {
@@ -75,7 +75,7 @@ impl RequestQueue {
             generation: Cell::new(u64::MAX),
             waits: Cell::default(),
             held: LocalHeldCommands::default(),
-            ring: OnceCell::from(Rc::downgrade(queue)),
+            queue: Rc::downgrade(queue),
         }
     }
 
@@ -168,8 +168,7 @@ impl RequestQueue {
 
     /// True if an earlier process took the command with this head.
     pub(crate) fn is_recovered(&self, head: u16) -> bool {
-        let ring = self.ring.get().and_then(Weak::upgrade);
-        ring.is_some_and(|ring| ring.is_recovered(head))
+        self.queue.upgrade().is_some_and(|queue| queue.is_recovered(head))
     }
 
     /// Covers tasks as `treatment` says, and chains that are not popped: the chains before avail
@@ -181,23 +180,23 @@ impl RequestQueue {
         until: Option<u16>,
         token: WaitToken,
     ) {
-        let Some(ring) = self.ring.get().and_then(Weak::upgrade) else {
+        let Some(queue) = self.queue.upgrade() else {
             self.tasks.cover(selector, treatment, 0, token);
             self.recheck_waiting(treatment);
             return;
         };
-        let available = i64::from(ring.available());
+        let available = i64::from(queue.available());
         // Later chains may have come, and may have been popped. No ring has 2^15 entries.
-        let next_avail = ring.next_avail();
+        let next_avail = queue.next_avail();
         let ahead = |until: u16| i64::from(until.wrapping_sub(next_avail).cast_signed());
         let ahead = until.map_or(available, |until| ahead(until).min(available));
-        if ring.is_broken() && until != Some(next_avail) {
+        if queue.is_broken() && until != Some(next_avail) {
             // The next owner of the queue may carry out the rest of its ring.
             token.mark_lost();
         }
         if self.tasks.cover(selector, treatment, ahead, token) {
             // The driver need not have kicked for these chains, and may never do so.
-            ring.wake();
+            queue.wake();
         }
         self.recheck_waiting(treatment);
     }
