@@ -2,9 +2,11 @@
 
 use iomem::Buffers;
 
-use crate::error::MAX_INDIRECT_ENTRIES;
 use crate::error::{ChainFault, QueueError};
-use crate::memory::{AnswerPlace, DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, Translator};
+use crate::memory::{
+    AnswerPlace, DESC_F_INDIRECT, Descriptor, Direction, LocalMemory, MAX_INDIRECT_ENTRIES,
+    Translator,
+};
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).
 const DESC_F_NEXT: u16 = 1;

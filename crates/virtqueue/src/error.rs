@@ -1,13 +1,6 @@
-//! Errors of memory maps, of rings and of single requests, and the largest sizes of rings.
+//! Errors of memory maps, of rings and of single requests.
 
 use std::fmt;
-
-/// The largest size of a queue in entries. The specification allows up to 32768.
-pub const MAX_QUEUE_SIZE: u16 = 1024;
-
-/// The most descriptors of an indirect table. The specification allows as many as the queue size.
-/// Linux makes tables as long as the device allows segments, regardless of the queue size.
-pub const MAX_INDIRECT_ENTRIES: u16 = 1024;
 
 /// A refused memory map, or a failed access to one.
 #[derive(Debug, thiserror::Error)]

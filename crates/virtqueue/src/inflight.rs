@@ -22,9 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence};
 
 use crate::death::before_store;
-use crate::error::MAX_QUEUE_SIZE;
 use crate::error::{InflightError, QueueError};
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, MAX_QUEUE_SIZE};
 use crate::rings::Rings;
 pub use recovery::Recovery;
 

@@ -67,12 +67,9 @@ mod split;
 
 pub use budget::MappingBudget;
 pub use chain::Chain;
-pub use error::{
-    ChainFault, InflightError, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, MemoryError, QueueError,
-    RingPart,
-};
+pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
 pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
-pub use memory::{AnswerPlace, GuestMemory, LocalMemory};
+pub use memory::{AnswerPlace, GuestMemory, LocalMemory, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use rings::AvailIdx;
 pub use sigbus::{install_sigbus_handler, lost_regions};

@@ -14,5 +14,6 @@ mod translator;
 pub use local::LocalMemory;
 pub use map::GuestMemory;
 pub(crate) use table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor};
+pub use table::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use translator::AnswerPlace;
 pub(crate) use translator::{Direction, Translator};

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
-use crate::error::MAX_QUEUE_SIZE;
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
-use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, Translator};
+use crate::memory::{
+    AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, Translator,
+};
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;

@@ -6,6 +6,13 @@ use std::ptr;
 
 use super::map::GuestMemory;
 
+/// The largest size of a queue in entries. The specification allows up to 32768.
+pub const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// The most descriptors of an indirect table. The specification allows as many as the queue size.
+/// Linux makes tables as long as the device allows segments, regardless of the queue size.
+pub const MAX_INDIRECT_ENTRIES: u16 = 1024;
+
 /// Bytes of a descriptor (virtio 1.3, section 2.7.5).
 pub(crate) const DESCRIPTOR_BYTES: usize = 16;
 

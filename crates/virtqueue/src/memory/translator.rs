@@ -5,9 +5,11 @@ use libc::iovec;
 
 use super::local::LocalMemory;
 use super::map::{HostRegion, to_usize};
-use super::table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor, Table, prefetch};
+use super::table::{
+    DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, Table,
+    prefetch,
+};
 use crate::error::ChainFault;
-use crate::error::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 
 /// The most pieces that the buffers of one chain may be in, for each direction. Descriptors alone
 /// cannot exceed it. Buffers that cross many small regions can.
