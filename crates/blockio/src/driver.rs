@@ -78,6 +78,11 @@ impl Io {
         self.tasks.running.owner(cx)
     }
 
+    /// Wakes `owner` before the loop checks for ready tasks the next time.
+    pub fn wake_owner(&self, owner: Owner) {
+        self.tasks.running.wake(owner);
+    }
+
     /// Begins an operation of a server that no foreign op stands for. The loop decides by such
     /// operations whether to busy-poll: an answer may come at any time, and a server on this
     /// machine may need the CPU.
@@ -85,17 +90,6 @@ impl Io {
     pub fn begin_remote_op(self: &Rc<Self>) -> RemoteOp {
         self.poll_window.begin_remote_op();
         RemoteOp { io: Rc::clone(self) }
-    }
-
-    /// The number of [remote ops](Self::begin_remote_op) that have not ended.
-    #[must_use]
-    pub fn remote_ops(&self) -> usize {
-        self.poll_window.remote_ops()
-    }
-
-    /// Wakes `owner` before the loop checks for ready tasks the next time.
-    pub fn wake_owner(&self, owner: Owner) {
-        self.tasks.running.wake(owner);
     }
 }
 
@@ -122,8 +116,8 @@ mod tests {
         let io = thread.io();
         assert_eq!(io.awaited(), Awaited::Source);
         let op = io.begin_remote_op();
-        assert_eq!((io.awaited(), io.remote_ops()), (Awaited::Op, 1));
+        assert_eq!((io.awaited(), io.poll_window.remote_ops()), (Awaited::Op, 1));
         drop(op);
-        assert_eq!((io.awaited(), io.remote_ops()), (Awaited::Source, 0));
+        assert_eq!((io.awaited(), io.poll_window.remote_ops()), (Awaited::Source, 0));
     }
 }

@@ -1,5 +1,5 @@
 //! For tests of kinds of disks: a disk whose content belongs to another thread, which may be out of
-//! reach, and the time and timers of an IoThread.
+//! reach, and the time, the timers and the remote ops of an IoThread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,6 +28,12 @@ pub fn set_recently(io: &Io, now: Instant) {
 #[must_use]
 pub fn timers(io: &Io) -> usize {
     io.reactor.borrow().timers()
+}
+
+/// The number of [remote ops](Io::begin_remote_op) that have not ended.
+#[must_use]
+pub fn remote_ops(io: &Io) -> usize {
+    io.poll_window.remote_ops()
 }
 
 /// A handle on the thread with the content: the remote end.

@@ -39,7 +39,7 @@ const BUDGET_SPAN: Duration = Duration::from_millis(10);
 pub(crate) enum Awaited {
     /// No op is in flight: the peers of the sources have the next turn.
     Source,
-    /// Ops are in the kernel or foreign, and a source may have work as well.
+    /// Ops are in the kernel, foreign or remote, and a source may have work as well.
     Op,
     /// Ops of many bytes are in the kernel. The disk works on while the loop wakes up, so a sleep
     /// costs no throughput, and busy-polling would only take CPU time.
@@ -74,7 +74,7 @@ pub(crate) struct PollWindow {
     foreign: ForeignTrial,
     disk: LatencyAccount,
     budget: Budget,
-    /// Operations of servers that have begun and not ended, without foreign ops.
+    /// Operations of servers in flight, without foreign ops.
     remote_ops: Cell<usize>,
 }
 
@@ -85,9 +85,10 @@ struct SourceWindow {
     max: Cell<Duration>,
 }
 
-/// The decision to poll for sources while threads of another library complete ops. These threads,
-/// the peers of the sources and a server on this machine may need the CPU that polling takes.
-/// Nothing here can see that, so both ways are tried.
+/// The decision to poll for sources while threads of another library, or a server, complete ops.
+/// These threads, the peers of the sources and a server on this machine may need the CPU that
+/// polling takes. Nothing here can see that, so both ways are tried. A remote op counts as a
+/// foreign one.
 struct ForeignTrial {
     /// The comparison of sleeping (first) with polling (second). `None` without foreign ops.
     trial: RefCell<Option<AbTest>>,
@@ -187,7 +188,7 @@ impl PollWindow {
         }
     }
 
-    /// The number of operations of servers in flight, without foreign ops.
+    /// The number of [remote ops](crate::Io::begin_remote_op) in flight.
     #[inline]
     pub(crate) fn remote_ops(&self) -> usize {
         self.remote_ops.get()
