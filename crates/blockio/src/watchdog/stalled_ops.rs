@@ -84,7 +84,7 @@ impl StalledOps {
             if !is_late(submitted, before) {
                 stats.late.add(1);
             }
-            found(disks, file, kind, submitted);
+            note_late(disks, file, kind, submitted);
         }
         let mut reports = Vec::new();
         disks.retain_mut(|disk| {
@@ -98,8 +98,7 @@ impl StalledOps {
     }
 }
 
-/// Notes a late op of `file`.
-fn found(disks: &mut Vec<StalledDisk>, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
+fn note_late(disks: &mut Vec<StalledDisk>, file: &Arc<OpenFile>, kind: OpKind, submitted: Instant) {
     let oldest = (submitted, kind);
     match disks.iter_mut().find(|disk| Arc::ptr_eq(&disk.file, file)) {
         Some(disk) if !disk.is_found || submitted < disk.oldest.0 => {

@@ -14,7 +14,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -64,10 +64,6 @@ struct Registry {
 static REGISTRY: Lock<Registry> =
     Lock::new(Registry { marks: Vec::new(), thread: None, running: false });
 
-fn registry() -> MutexGuard<'static, Registry> {
-    REGISTRY.lock()
-}
-
 thread_local! {
     static ADDER: Result<EventfdAdder, Errno> = EventfdAdder::new();
 }
@@ -102,7 +98,7 @@ impl Caller {
     pub(crate) fn new(trust: Arc<CallTrust>) -> Self {
         let writes = AtomicU32::new(0);
         let mark = Arc::new(Mark { writes, thread: rustix::thread::gettid(), trust });
-        let mut registry = registry();
+        let mut registry = REGISTRY.lock();
         if let Some(thread) = &registry.thread {
             thread.unpark();
             registry.marks.push(Arc::downgrade(&mark));
@@ -164,19 +160,19 @@ impl CallWatch {
     pub fn start(periodic: impl FnMut(Instant) + Send + 'static) -> Result<Self, WatchError> {
         install_handler().map_err(WatchError::Signal)?;
         // Set before the thread checks it.
-        registry().running = true;
+        REGISTRY.lock().running = true;
         let thread = std::thread::Builder::new()
             .name("ringhaul-watch".into())
             .spawn(move || watch_calls(periodic))
             .map_err(WatchError::Thread)?;
-        registry().thread = Some(thread.thread().clone());
+        REGISTRY.lock().thread = Some(thread.thread().clone());
         Ok(Self { thread: Some(thread) })
     }
 }
 
 impl Drop for CallWatch {
     fn drop(&mut self) {
-        let mut registry = registry();
+        let mut registry = REGISTRY.lock();
         registry.marks.clear();
         registry.running = false;
         let thread = registry.thread.take();
@@ -191,7 +187,7 @@ impl Drop for CallWatch {
 fn watch_calls(mut periodic: impl FnMut(Instant)) {
     loop {
         let marks: Vec<Arc<Mark>> = {
-            let mut registry = registry();
+            let mut registry = REGISTRY.lock();
             if !registry.running {
                 return;
             }
@@ -206,7 +202,7 @@ fn watch_calls(mut periodic: impl FnMut(Instant)) {
         let before: Vec<u32> = marks.iter().map(|m| m.writes.load(Ordering::Relaxed)).collect();
         let end = Instant::now() + INTERVAL;
         while let Some(left) = end.checked_duration_since(Instant::now())
-            && registry().running
+            && REGISTRY.lock().running
         {
             std::thread::park_timeout(left);
         }
