@@ -218,8 +218,8 @@ pub struct IoThreadConfig {
     /// For measurement: false makes Linux AIO announce each completion through its eventfd, even of
     /// a device that completes its ops within the submit.
     pub omits_announcements: bool,
-    /// For measurement: false makes busy-polling post completions that io_uring has deferred at
-    /// once, instead of letting them gather.
+    /// For measurement: false makes busy-polling post the completions that io_uring has deferred as
+    /// soon as it sees them, instead of letting them gather.
     pub gathers_completions: bool,
     /// For measurement: false makes a wait for polled ops poll all the time, without pauses.
     pub pauses: bool,

@@ -1,5 +1,5 @@
 //! Tasks, their wakers, messages from other threads, and the means to wait for one another: a fair
-//! semaphore and a notify. Knows no I/O.
+//! semaphore, a notify and a lock. Knows no I/O.
 
 pub(crate) mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]

@@ -16,8 +16,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard};
 
-use blockio::executor::FairSemaphore;
-use blockio::executor::Lock;
+use blockio::executor::{FairSemaphore, Lock};
 use serde::{Deserialize, Serialize};
 
 use medium::Medium;

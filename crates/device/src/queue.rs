@@ -121,7 +121,7 @@ struct Control {
     stop: RefCell<Option<Stop>>,
 }
 
-/// Facts about a queue beside its ring.
+/// The conditions that decide about pops, answers and stops, beside the ring.
 struct Flags {
     /// Requests are marked in an inflight region.
     is_marked: bool,

@@ -1,5 +1,5 @@
-//! Counters of each queue, from the pop of a chain to its push. Counters of one kind of request are
-//! in [`KindStats`], counters of the whole queue belong in [`QueueStats`].
+//! Counters of each queue, from the pop of a chain to its push. [`KindStats`] has the counters
+//! of one kind of request, and [`QueueStats`] has the counters of the whole queue.
 //!
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.

@@ -347,8 +347,7 @@ fn getevents_from_now_on(depth: u32) -> Completions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::executor::mailbox::Mailbox;
-    use crate::executor::mailbox::TaskKey;
+    use crate::executor::mailbox::{Mailbox, TaskKey};
     use crate::executor::task::Owner;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;

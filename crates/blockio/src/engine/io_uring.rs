@@ -447,8 +447,7 @@ impl AsFd for IoUring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::executor::mailbox::Mailbox;
-    use crate::executor::mailbox::TaskKey;
+    use crate::executor::mailbox::{Mailbox, TaskKey};
     use crate::op::Slots;
     use rustix::event::{EventfdFlags, eventfd};
     use std::sync::Arc;

@@ -12,8 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use crate::engine::pool::{Job, OpView, Pool, pool_thread};
-use crate::executor::mailbox::TaskKey;
-use crate::executor::mailbox::{Mailbox, OpResult, Posted};
+use crate::executor::mailbox::{Mailbox, OpResult, Posted, TaskKey};
 use crate::executor::notify::Notify;
 use crate::executor::semaphore::FairSemaphore;
 use crate::executor::sync::atomic::{AtomicU32, Ordering};

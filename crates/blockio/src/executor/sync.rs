@@ -1,8 +1,9 @@
 //! The synchronization types of shared state: the standard library's, or a model checker's.
 //!
 //! With `--cfg loom` or `--cfg shuttle` the locks and atomics are that checker's, and an
-//! [`Eventfd`] is one that it understands. `model_tests.rs` has the models; CONTRIBUTING.md has the
-//! command that runs them.
+//! [`Eventfd`] is one that it understands. A [`Lock`] is always the standard library's, so code of
+//! a model uses none. `model_tests.rs` has the models; CONTRIBUTING.md has the command that runs
+//! them.
 
 #[cfg(loom)]
 use loom as base;

@@ -21,8 +21,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
-use crate::executor::mailbox::Mailbox;
-use crate::executor::mailbox::{NO_CHILD, NO_TASK, TaskKey};
+use crate::executor::mailbox::{Mailbox, NO_CHILD, NO_TASK, TaskKey};
 
 /// The target of a wake.
 #[derive(Debug, Clone)]

@@ -399,7 +399,6 @@ impl State {
     }
 }
 
-/// Locks even after a panic in here, since no change is left half done.
 #[cfg(test)]
 mod model;
 #[cfg(test)]

@@ -81,8 +81,8 @@ impl Command {
         Some(usage)
     }
 
-    /// The bits of a byte at which fields begin, for [`field_start`]. Only bits that must
-    /// be zero count. Adjacent ones are one field, except for fields of the standards that are not
+    /// The bits of a byte at which fields begin, for [`field_start`]. Only bits that must be zero
+    /// count. Adjacent ones are one field, except for fields of the standards that are not
     /// supported; several reserved bytes are a field each.
     fn begins(&self, at: usize) -> u8 {
         let zero = self.zero.to_be_bytes()[at];
@@ -364,8 +364,9 @@ fn in_excess(command: &Command, excess: u128) -> Sense {
 pub(super) const WHOLE_BYTE: u8 = 0x80;
 
 /// Returns the first byte of the field that contains a bit, and its highest bit unless that byte is
-/// [`WHOLE_BYTE`]. `starts` returns the bits of a byte that are the highest of a field, and zero if
-/// the field of the previous byte continues.
+/// [`WHOLE_BYTE`]: the field pointer of sense data (SPC-5, section 4.5.2.4.2). `starts` returns the
+/// bits of a byte that are the highest of a field, and zero if the field of the previous byte
+/// continues.
 pub(super) fn field_start(starts: impl Fn(usize) -> u8, byte: usize, bit: u8) -> (u16, Option<u8>) {
     let mut at = byte;
     let mut above = starts(at) & (u8::MAX << bit);

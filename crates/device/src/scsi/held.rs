@@ -6,8 +6,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use blockio::executor::Lock;
-use blockio::executor::Notify;
+use blockio::executor::{Lock, Notify};
 
 use super::cdb::{Cdb, Op};
 use crate::unit_address::UnitAddress;
