@@ -488,4 +488,16 @@ mod tests {
         }
         assert_eq!(engine.retry_at(), None);
     }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_op_that_found_no_entry_is_unannounced_work_until_it_awaits_an_event() {
+        let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
+        let mut engine = IoUring::new(&config, false, false).unwrap();
+        assert!(!engine.has_unannounced_work());
+        engine.main.queue(0);
+        assert!(engine.has_unannounced_work(), "no event submits it");
+        engine.retry.on_full();
+        assert!(!engine.has_unannounced_work(), "a completion submits it");
+    }
 }

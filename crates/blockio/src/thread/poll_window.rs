@@ -480,6 +480,16 @@ mod tests {
     }
 
     #[test]
+    fn the_end_of_a_remote_op_begins_a_trial_that_sleeps_first() {
+        let (window, now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
+        window.sources.end_sleep(us(20));
+        window.begin_remote_op();
+        assert!(!window.is_closed(Awaited::Source));
+        window.end_remote_op(now);
+        assert!(window.is_closed(Awaited::Source));
+    }
+
+    #[test]
     fn when_others_have_no_more_ops_it_polls_again() {
         let (window, mut now) = (PollWindow::new(MAX, 100, Instant::now()), Instant::now());
         window.sources.end_sleep(us(20));
