@@ -238,11 +238,9 @@ impl Queue {
     /// in a run, even if it served nothing.
     #[inline]
     pub(crate) fn publish_status(&self, requests: usize) {
-        self.control
-            .status
-            .requests
-            .store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
-        self.control.status.next_avail.store(self.next_avail(), Ordering::Relaxed);
+        let status = &self.control.status;
+        status.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
+        status.next_avail.store(self.next_avail(), Ordering::Relaxed);
     }
 
     /// Halts while there is no room, and returns true if it does. The queue's task checks again

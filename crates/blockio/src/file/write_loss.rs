@@ -215,11 +215,8 @@ impl WriteLossTracker {
         let listener = self.ended.listener_with(number);
         poll_fn(|cx| {
             listener.listen(cx);
-            if number < self.flushes.lock().first_in_kernel() {
-                Poll::Ready(())
-            } else {
-                Poll::Pending
-            }
+            let has_ended = number < self.flushes.lock().first_in_kernel();
+            if has_ended { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
     }

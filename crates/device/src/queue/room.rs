@@ -49,10 +49,7 @@ impl Queue {
     }
 
     fn waker(&self) -> Waker {
-        self.control
-            .waker
-            .borrow()
-            .clone()
-            .expect("the queue's task has set it before its first run")
+        let waker = self.control.waker.borrow().clone();
+        waker.expect("the queue's task has set it before its first run")
     }
 }
