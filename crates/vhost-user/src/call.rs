@@ -10,6 +10,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -125,6 +126,13 @@ impl Drop for Relayed {
 }
 
 impl CallRelay {
+    /// Returns true if calls need no further thread to reach `fd`, or one can be started. If none
+    /// can, `waker` is woken when that may have changed.
+    pub(super) fn has_thread_for(&self, fd: &PeerFd, examiner: &Examiner, waker: &Waker) -> bool {
+        let is_relayed = matches!(fd.kind(), Ok(Kind::SocketPair | Kind::Pipe));
+        !is_relayed || self.shared.is_some() || examiner.has_relay_slot(waker)
+    }
+
     /// Returns the part that is shared with the thread. Starts the thread on the first call.
     fn shared(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<Shared>> {
         if let Some(shared) = &self.shared {

@@ -227,13 +227,7 @@ impl Connection {
                 Change::Kick(ring, eventfd(fd, "kick", index)?.map(Arc::new))
             }
             Request::SetVringCall { index, .. } => {
-                let ring = self.ring(index.into())?;
-                let (relay, examiner) = (&mut self.relay, &self.setup.examiner);
-                let call = |fd| {
-                    Call::new(fd, &format!("the call descriptor of queue {index}"), relay, examiner)
-                };
-                self.rings[ring].set_call(fd.map(call).transpose()?)?;
-                return Ok(Outcome::Done);
+                return Ok(Outcome::Later(Work::Call(self.ring(index.into())?, fd)));
             }
             Request::SetVringErr { index, .. } => {
                 let ring = self.ring(index.into())?;
@@ -413,6 +407,24 @@ impl Connection {
             }
         }
         self.start(rings, Start { answer, undo, unmapped })
+    }
+
+    /// Gives a ring its call descriptor. If that has to wait for a thread, and `may_wait` permits
+    /// it, returns the work as an error.
+    pub(super) fn set_call(
+        &mut self,
+        ring: usize,
+        fd: Option<PeerFd>,
+        may_wait: bool,
+    ) -> Result<Outcome, Work> {
+        let (relay, SessionSetup { examiner, waker, .. }) = (&mut self.relay, &self.setup);
+        if may_wait && fd.iter().any(|fd| !relay.has_thread_for(fd, examiner, waker)) {
+            return Err(Work::Call(ring, fd));
+        }
+        let what = format!("the call descriptor of queue {ring}");
+        let call = fd.map(|fd| Call::new(fd, &what, relay, examiner)).transpose();
+        let set = call.and_then(|call| self.rings[ring].set_call(call));
+        Ok(set.map_or_else(|error| Outcome::Refuse(error.into()), |()| Outcome::Done))
     }
 
     fn undo(&self, rings: Range<usize>) -> Undo {

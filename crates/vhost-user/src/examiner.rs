@@ -2,9 +2,11 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::time::Duration;
 
+use blockio::executor::Lock;
 use device::oneshot;
 use virtqueue::GuestMemory;
 
@@ -19,8 +21,9 @@ const MAP_THREADS: usize = 4;
 /// front-ends, with a write that hangs.
 const RELAYS_MAX: usize = 4;
 
-/// The longest wait for such a thread to end. Without a hanging write it only needs a CPU.
-const RELAY_END_LIMIT: Duration = Duration::from_secs(1);
+/// The longest wait of a message for such a thread to end. Without a hanging write the thread only
+/// needs a CPU.
+pub(super) const RELAY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Unmapping memory in use takes some 0.2 ms for each MiB. Up to this size the last user unmaps it
 /// itself, because a thread costs as much.
@@ -39,10 +42,15 @@ pub struct Examiner {
     open: AtomicUsize,
     /// The maximum of open descriptors of a front-end, rings and memory included.
     open_max: AtomicUsize,
-    /// The number of threads that pass calls on.
-    relays: Mutex<usize>,
-    /// Notified when such a thread has ended.
-    relay_ended: Condvar,
+    relays: Lock<Relays>,
+}
+
+/// The threads that pass calls on.
+#[derive(Default)]
+struct Relays {
+    threads: usize,
+    /// Woken when a thread has ended.
+    waiting: Option<Waker>,
 }
 
 impl Default for Examiner {
@@ -55,8 +63,7 @@ impl Default for Examiner {
             unmaps: queue("ringhaul-unmap", 1),
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
-            relays: Mutex::default(),
-            relay_ended: Condvar::new(),
+            relays: Lock::default(),
         }
     }
 }
@@ -66,10 +73,6 @@ impl Examiner {
     #[cfg(any(test, feature = "testing"))]
     pub fn hold(self: &Arc<Self>) -> impl Sized + use<> {
         Counted::new(Arc::clone(self))
-    }
-
-    fn relays(&self) -> MutexGuard<'_, usize> {
-        self.relays.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets the maximum of open descriptors of a front-end. The eventfds of a ring count twice,
@@ -104,6 +107,14 @@ impl Examiner {
                 self.open_max()
             )
         })
+    }
+
+    /// Returns true if a [`RelaySlot`] is free. If none is, `waker` is woken when one becomes free.
+    pub(super) fn has_relay_slot(&self, waker: &Waker) -> bool {
+        let mut relays = self.relays.lock();
+        let is_free = relays.threads < RELAYS_MAX;
+        relays.waiting = (!is_free).then(|| waker.clone());
+        is_free
     }
 
     /// Closes the descriptors in `value` on a thread.
@@ -164,24 +175,24 @@ impl Drop for Counted {
 pub(super) struct RelaySlot(Arc<Examiner>);
 
 impl RelaySlot {
-    /// Returns `None` if too many such threads hang.
+    /// Returns `None` if there are too many such threads.
     pub(super) fn take(examiner: &Arc<Examiner>) -> Option<Self> {
-        let is_full = |relays: &mut usize| *relays >= RELAYS_MAX;
-        let waited =
-            examiner.relay_ended.wait_timeout_while(examiner.relays(), RELAY_END_LIMIT, is_full);
-        let (mut relays, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if is_full(&mut relays) {
+        let mut relays = examiner.relays.lock();
+        if relays.threads >= RELAYS_MAX {
             return None;
         }
-        *relays += 1;
+        relays.threads += 1;
         Some(Self(Arc::clone(examiner)))
     }
 }
 
 impl Drop for RelaySlot {
     fn drop(&mut self) {
-        *self.0.relays() -= 1;
-        self.0.relay_ended.notify_one();
+        let mut relays = self.0.relays.lock();
+        relays.threads -= 1;
+        let waiting = relays.waiting.take();
+        drop(relays);
+        waiting.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -283,7 +294,7 @@ pub(super) mod tests {
 
         pub(crate) fn is_idle(&self) -> bool {
             let queues = [&self.closes, &self.maps, &self.unmaps];
-            *self.relays() == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
+            self.relays.lock().threads == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
         }
     }
 
@@ -303,24 +314,6 @@ pub(super) mod tests {
         drop(hung);
         assert!(last.wait().is_some());
         assert_eq!(begun.iter().collect::<Vec<_>>(), ["the last"]);
-    }
-
-    #[test]
-    fn a_relay_waits_for_the_end_of_an_earlier_one() {
-        let examiner = Arc::new(Examiner::default());
-        let mut slots: Vec<_> =
-            (0..RELAYS_MAX).map(|_| RelaySlot::take(&examiner).unwrap()).collect();
-        assert!(RelaySlot::take(&examiner).is_none(), "all hang");
-        let taking = std::thread::spawn({
-            let examiner = Arc::clone(&examiner);
-            move || RelaySlot::take(&examiner).is_some()
-        });
-        // A thread that does not wait has time to return.
-        (0..1000).for_each(|_| std::thread::yield_now());
-        slots.pop();
-        assert!(taking.join().unwrap(), "it was refused");
-        drop(slots);
-        assert!(examiner.is_idle());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use device::{Device, Negotiated, oneshot};
 
 use super::inflight::Inflight;
 use super::message::{InflightArea, RingAddresses};
+use super::peer_fds::PeerFd;
 use super::ring::{RingSettings, RingState};
 use super::shared_memory::SharedMemory;
 
@@ -72,6 +73,8 @@ pub(super) enum Work {
     /// The previous memory is unmapped, and counts as mapped until then. Then the message is
     /// answered.
     Unmap(oneshot::Receiver<()>),
+    /// The thread of an earlier front-end ends; then the ring gets this call descriptor.
+    Call(usize, Option<PeerFd>),
 }
 
 /// The use of mapped memory.

@@ -14,6 +14,7 @@ use super::channel::{Channel, MESSAGE_LIMIT, Received};
 use super::connection::{Connection, SessionSetup};
 use super::describe::describe;
 use super::details::SessionDetails;
+use super::examiner::RELAY_LIMIT;
 use super::load::Load;
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
@@ -292,6 +293,7 @@ impl Session {
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
             Stage::Ready => self.next_deadline().map(|(deadline, _)| deadline),
+            Stage::Working { work: Work::Call(..), since, .. } => Some(*since + RELAY_LIMIT),
             Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
             | Stage::Unmapping { since, .. } => Some(*since + MESSAGE_LIMIT),
             Stage::Pausing | Stage::Paused | Stage::Resuming => None,
@@ -455,6 +457,7 @@ impl Session {
                 Poll::Pending => Err(Work::Start(start)),
                 Poll::Ready(result) => Ok(self.connection.started(start, result)),
             },
+            Work::Call(ring, fd) => self.connection.set_call(ring, fd, now < since + RELAY_LIMIT),
         }
     }
 
@@ -497,14 +500,17 @@ impl AsFd for Session {
 
 #[cfg(test)]
 mod tests {
-    use std::task::Waker;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Wake, Waker};
 
     use blockio::{DiskOptions, DiskSource};
     use device::blk::config::BlkOptions;
     use device::{Device, LogEvents};
     use virtqueue::MappingRules;
 
+    use super::super::examiner::RelaySlot;
     use super::super::outcome::Purpose;
+    use super::super::peer_fds::PeerFd;
     use super::*;
 
     fn session(now: Instant) -> (Session, UnixStream) {
@@ -518,6 +524,44 @@ mod tests {
             waker: Waker::noop().clone(),
         };
         (Session::new(ours, setup, now), theirs)
+    }
+
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// The thread that serves all exports does not wait itself.
+    #[test]
+    fn a_call_descriptor_waits_for_the_end_of_an_earlier_thread() {
+        let since = Instant::now();
+        for ends in [true, false] {
+            let (mut session, _front_end) = session(since);
+            let woken = Arc::new(Woken(AtomicBool::new(false)));
+            session.connection.setup.waker = Waker::from(Arc::clone(&woken));
+            let examiner = Arc::clone(&session.connection.setup.examiner);
+            let mut earlier: Vec<_> = std::iter::from_fn(|| RelaySlot::take(&examiner)).collect();
+            let fd = PeerFd::new(UnixStream::pair().unwrap().0.into(), Arc::clone(&examiner));
+            let work = Work::Call(0, Some(fd));
+            let header = Header::new(code::SET_VRING_CALL, 8);
+            session.stage = Stage::Working { header, work, since };
+            let end = since + RELAY_LIMIT;
+            assert_eq!(session.deadline(), Some(end));
+            let before = end - Duration::from_millis(1);
+            assert_eq!(session.progress(before), SessionProgress::Waiting);
+            assert!(!woken.0.load(Ordering::Relaxed));
+            if ends {
+                earlier.pop();
+                assert!(woken.0.load(Ordering::Relaxed));
+                assert_eq!(session.progress(before), SessionProgress::Handled);
+            } else {
+                let after = format!("{:?}", session.progress(end));
+                assert!(after.contains("still hang"), "{after}");
+            }
+        }
     }
 
     /// No event announces that a file system hangs.

@@ -110,6 +110,9 @@ impl Scene {
                     let _ = unmapped.wait();
                     Outcome::Done
                 }
+                Outcome::Later(Work::Call(ring, fd)) => {
+                    self.connection.set_call(ring, fd, false).ok().expect("it may not wait")
+                }
                 Outcome::Later(Work::Map(..)) => unreachable!("memory of this kind never waits"),
             }
         }
