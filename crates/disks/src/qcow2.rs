@@ -39,11 +39,12 @@ mod zstd_tests;
 
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe};
 use blockio::driver::{Driver, DriverSource, FileSource, Opened};
+use blockio::executor::Lock;
 use blockio::{DiskSource, EngineKind, Error, Io};
 
 use consistency::cache_limit::CacheLimit;
@@ -128,10 +129,10 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         // The previous process may have left changes without a flush.
         committed: AtomicU64::new(1),
         stable: AtomicU64::new(0),
-        threads: Mutex::default(),
+        threads: Lock::default(),
     });
     let (owner, ended) = owner::start(&core)?;
-    let mut image = Image { owner, ended: Mutex::new(Some(ended)), core };
+    let mut image = Image { owner, ended: Lock::new(Some(ended)), core };
     if !is_deferred && let Err(error) = owner::run_job_blocking(&image.owner, Job::Open) {
         // The next try must find the file closed.
         image.end();

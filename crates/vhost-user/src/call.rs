@@ -8,11 +8,12 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
+use blockio::executor::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
@@ -53,7 +54,7 @@ pub(super) struct CallRelay {
 struct Shared {
     /// Added to when the list changes or the thread is to end.
     wake: OwnedFd,
-    targets: Mutex<Vec<Arc<Target>>>,
+    targets: Lock<Vec<Arc<Target>>>,
     has_ended: AtomicBool,
 }
 
@@ -96,7 +97,7 @@ impl Call {
         let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let target = Arc::new(Target { eventfd, fd, is_pipe });
         let shared = relay.shared(examiner)?;
-        shared.targets().push(Arc::clone(&target));
+        shared.targets.lock().push(Arc::clone(&target));
         shared.wake();
         Ok(Self::Relayed(Relayed { target, shared }))
     }
@@ -120,7 +121,7 @@ impl Call {
 
 impl Drop for Relayed {
     fn drop(&mut self) {
-        self.shared.targets().retain(|target| !Arc::ptr_eq(target, &self.target));
+        self.shared.targets.lock().retain(|target| !Arc::ptr_eq(target, &self.target));
         self.shared.wake();
     }
 }
@@ -145,7 +146,7 @@ impl CallRelay {
         })?;
         let shared = Arc::new(Shared {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            targets: Mutex::default(),
+            targets: Lock::default(),
             has_ended: AtomicBool::new(false),
         });
         let of_thread = Arc::clone(&shared);
@@ -169,10 +170,6 @@ impl Drop for CallRelay {
 }
 
 impl Shared {
-    fn targets(&self) -> MutexGuard<'_, Vec<Arc<Target>>> {
-        self.targets.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn wake(&self) {
         // Fails if the counter is full: then the thread has not read it yet.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
@@ -181,7 +178,7 @@ impl Shared {
     /// Passes calls on until the relay has been dropped.
     fn relay_calls(&self) {
         while !self.has_ended.load(Ordering::Acquire) {
-            let targets = self.targets().clone();
+            let targets = self.targets.lock().clone();
             let eventfds = targets.iter().map(|target| &target.eventfd).chain([&self.wake]);
             let eventfds: Vec<&OwnedFd> = eventfds.collect();
             let mut polled: Vec<PollFd<'_>> =

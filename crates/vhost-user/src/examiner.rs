@@ -1,8 +1,8 @@
 //! Threads for work that may take long or hang, on behalf of the front-ends of one export.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ struct Relays {
 impl Default for Examiner {
     fn default() -> Self {
         let queue =
-            |name, threads_max| Arc::new(JobQueue { name, threads_max, jobs: Mutex::default() });
+            |name, threads_max| Arc::new(JobQueue { name, threads_max, jobs: Lock::default() });
         Self {
             closes: queue("ringhaul-close", 1),
             maps: queue("ringhaul-map", MAP_THREADS),
@@ -200,7 +200,7 @@ impl Drop for RelaySlot {
 struct JobQueue {
     name: &'static str,
     threads_max: usize,
-    jobs: Mutex<Jobs>,
+    jobs: Lock<Jobs>,
 }
 
 #[derive(Default)]
@@ -212,7 +212,7 @@ struct Jobs {
 
 impl JobQueue {
     fn run(self: &Arc<Self>, job: Job) {
-        let mut jobs = self.jobs();
+        let mut jobs = self.jobs.lock();
         jobs.waiting.push_back(job);
         if jobs.threads == self.threads_max {
             return;
@@ -227,7 +227,7 @@ impl JobQueue {
 
     /// Returns false if no job is left.
     fn run_next(&self) -> bool {
-        let mut jobs = self.jobs();
+        let mut jobs = self.jobs.lock();
         let Some(job) = jobs.waiting.pop_front() else {
             jobs.threads -= 1;
             return false;
@@ -235,10 +235,6 @@ impl JobQueue {
         drop(jobs);
         job();
         true
-    }
-
-    fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -266,7 +262,7 @@ pub(super) mod tests {
     fn hang_in(queue: &Arc<JobQueue>) -> mpsc::Sender<()> {
         let (job, sender) = hang();
         queue.run(job);
-        wait_until(|| queue.jobs().waiting.is_empty());
+        wait_until(|| queue.jobs.lock().waiting.is_empty());
         sender
     }
 
@@ -289,12 +285,13 @@ pub(super) mod tests {
     impl Examiner {
         /// The number of jobs that wait for the closing thread.
         pub(crate) fn closes(&self) -> usize {
-            self.closes.jobs().waiting.len()
+            self.closes.jobs.lock().waiting.len()
         }
 
         pub(crate) fn is_idle(&self) -> bool {
             let queues = [&self.closes, &self.maps, &self.unmaps];
-            self.relays.lock().threads == 0 && queues.iter().all(|queue| queue.jobs().threads == 0)
+            self.relays.lock().threads == 0
+                && queues.iter().all(|queue| queue.jobs.lock().threads == 0)
         }
     }
 

@@ -2,8 +2,9 @@
 //! share a bound. They are opened side by side if their memory fits, and otherwise in turn.
 
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, PoisonError};
 
+use blockio::executor::Lock;
 use zeroize::Zeroize;
 
 use super::no_dump::NoDump;
@@ -17,7 +18,7 @@ pub(super) static MEMORY: KibBudget = KibBudget::new(LIMIT_KIB);
 
 pub(super) struct KibBudget {
     limit_kib: u32,
-    state: Mutex<State>,
+    state: Lock<State>,
     changed: Condvar,
 }
 
@@ -49,23 +50,19 @@ impl State {
 impl KibBudget {
     const fn new(limit_kib: u32) -> Self {
         let state = State { free_kib: limit_kib, next: 0, turn: 0 };
-        Self { limit_kib, state: Mutex::new(state), changed: Condvar::new() }
+        Self { limit_kib, state: Lock::new(state), changed: Condvar::new() }
     }
 
     /// Waits until `kib` KiB are free. A demand for more than there is gets all of it.
     pub(super) fn take(&self, kib: u32) -> Reservation<'_> {
         let kib = kib.min(self.limit_kib);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let number = state.take_number();
         let state = self.changed.wait_while(state, |state| !state.try_reserve(number, kib));
         drop(state.unwrap_or_else(PoisonError::into_inner));
         // The rest may be enough for the next demand.
         self.changed.notify_all();
         Reservation { memory: self, kib }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -77,7 +74,7 @@ pub(super) struct Reservation<'a> {
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        self.memory.state().free_kib += self.kib;
+        self.memory.state.lock().free_kib += self.kib;
         self.memory.changed.notify_all();
     }
 }
@@ -157,7 +154,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(memory.state().free_kib, 1000);
+        assert_eq!(memory.state.lock().free_kib, 1000);
     }
 
     /// The demands wake in any order, and begin in that of their numbers.
@@ -172,7 +169,7 @@ mod tests {
                 // All reservations last until all have begun.
                 scope.spawn(move || begun.send(memory.take(10)));
             }
-            while memory.state().next < 17 {
+            while memory.state.lock().next < 17 {
                 std::thread::yield_now();
             }
             drop(first);

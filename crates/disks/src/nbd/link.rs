@@ -2,10 +2,11 @@
 //! again. All requests at hand share a send, and all answers at hand a receive.
 
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockio::driver::{Interest, LATE};
+use blockio::executor::Lock;
 use blockio::{Io, clock};
 
 use super::connect::{Connected, QuestionNumber, connect};
@@ -175,7 +176,7 @@ impl Pipe {
         if let Some(spare) = self.shared.take_spare() {
             return Some(Ok(spare));
         }
-        let inbox = Arc::new(Mutex::new(None));
+        let inbox = Arc::new(Lock::new(None));
         let (sent, shared) = (Arc::clone(&inbox), Arc::clone(&self.shared));
         let (task, remote) = (self.io.current_task(), self.io.remote());
         let work = move || {
@@ -188,7 +189,7 @@ impl Pipe {
                 }
                 made => made,
             };
-            *sent.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+            *sent.lock() = Some(made);
             remote.post(move |io| io.wake(task));
         };
         if let Err(error) = self.io.start_thread("nbd-connect", work) {
@@ -196,7 +197,7 @@ impl Pipe {
         }
         let mut tick: Option<Instant> = None;
         loop {
-            if let Some(made) = inbox.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if let Some(made) = inbox.lock().take() {
                 return Some(made);
             }
             if self.is_unneeded() {

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, PoisonError};
 use std::thread;
 use std::time::Instant;
+
+use blockio::executor::Lock;
 
 /// The resolver's answer for a name.
 type Answer = Result<Vec<SocketAddr>, String>;
@@ -17,7 +19,7 @@ type Ask = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
 /// callers wait for its answer.
 pub(super) struct Resolver {
     ask: Ask,
-    lookups: Mutex<BTreeMap<(String, u16), Arc<Lookup>>>,
+    lookups: Lock<BTreeMap<(String, u16), Arc<Lookup>>>,
 }
 
 /// The look-ups of all disks.
@@ -26,13 +28,13 @@ pub(super) static RESOLVER: Resolver =
 
 #[derive(Default)]
 struct Lookup {
-    answer: Mutex<Option<Answer>>,
+    answer: Lock<Option<Answer>>,
     is_there: Condvar,
 }
 
 impl Resolver {
     const fn new(ask: Ask) -> Self {
-        Self { ask, lookups: Mutex::new(BTreeMap::new()) }
+        Self { ask, lookups: Lock::new(BTreeMap::new()) }
     }
 
     /// Finds the addresses of a machine.
@@ -53,13 +55,9 @@ impl Resolver {
         })
     }
 
-    fn lookups(&self) -> MutexGuard<'_, BTreeMap<(String, u16), Arc<Lookup>>> {
-        self.lookups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Starts a thread that looks a name up, unless there is one.
     fn start_lookup(&'static self, host: &str, port: u16) -> Result<Arc<Lookup>, String> {
-        let mut all = self.lookups();
+        let mut all = self.lookups.lock();
         let key = (host.to_owned(), port);
         if let Some(lookup) = all.get(&key) {
             return Ok(Arc::clone(lookup));
@@ -72,7 +70,7 @@ impl Resolver {
                 format!("cannot resolve {host}: {error}; check the name of the server")
             });
             // Later callers start a new look-up.
-            self.lookups().remove(&name);
+            self.lookups.lock().remove(&name);
             found.finish(answer);
         };
         let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
@@ -84,12 +82,8 @@ impl Resolver {
 }
 
 impl Lookup {
-    fn answer(&self) -> MutexGuard<'_, Option<Answer>> {
-        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn finish(&self, answer: Answer) {
-        *self.answer() = Some(answer);
+        *self.answer.lock() = Some(answer);
         self.is_there.notify_all();
     }
 
@@ -97,7 +91,7 @@ impl Lookup {
     fn wait(&self, until: Instant) -> Option<Answer> {
         let left = until.saturating_duration_since(Instant::now());
         let is_missing = |answer: &mut Option<Answer>| answer.is_none();
-        let waited = self.is_there.wait_timeout_while(self.answer(), left, is_missing);
+        let waited = self.is_there.wait_timeout_while(self.answer.lock(), left, is_missing);
         waited.unwrap_or_else(PoisonError::into_inner).0.clone()
     }
 }
@@ -121,12 +115,12 @@ mod tests {
     }
 
     static ASKED: AtomicUsize = AtomicUsize::new(0);
-    static ANSWERS: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+    static ANSWERS: (Lock<bool>, Condvar) = (Lock::new(false), Condvar::new());
 
     /// A resolver that hangs until the test releases it.
     fn hang(_: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         ASKED.fetch_add(1, Ordering::Relaxed);
-        let answers = ANSWERS.0.lock().unwrap();
+        let answers = ANSWERS.0.lock();
         drop(ANSWERS.1.wait_while(answers, |answers| !*answers).unwrap());
         Ok(vec![SocketAddr::new([127, 0, 0, 1].into(), port)])
     }
@@ -142,13 +136,13 @@ mod tests {
         let other = thread::spawn(|| HANGING.find("host", 8, Instant::now() + PATIENCE));
         // A waiting caller has a handle, and so do the list and the thread.
         let handles = || {
-            let lookup = HANGING.lookups();
+            let lookup = HANGING.lookups.lock();
             lookup.get(&("host".to_owned(), 7)).map_or(0, Arc::strong_count)
         };
         while handles() < 3 || ASKED.load(Ordering::Relaxed) < 2 {
             thread::yield_now();
         }
-        *ANSWERS.0.lock().unwrap() = true;
+        *ANSWERS.0.lock() = true;
         ANSWERS.1.notify_all();
         for (found, port) in [(waiting, 7), (other, 8)] {
             assert_eq!(found.join().unwrap().unwrap()[0].port(), port);

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blockio::disk::DiskState;
 use blockio::driver::{Line, RateLimit, StallLog};
+use blockio::executor::Lock;
 use blockio::{Io, Remote};
 
 use super::connect::{Connected, QuestionNumber};
@@ -38,7 +38,7 @@ pub(super) struct Shared {
     /// The number of answered changes; and the number of these that an answered flush has covered.
     changes: AtomicU64,
     flushed: AtomicU64,
-    state: Mutex<State>,
+    state: Lock<State>,
 }
 
 struct State {
@@ -157,43 +157,39 @@ impl Shared {
             held: Held::default(),
             changes: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
-            state: Mutex::new(state),
+            state: Lock::new(state),
         }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps a connection for the next IoThread that needs one.
     pub(super) fn put_spare(&self, connected: Connected) {
-        self.state().spare = Some(connected);
+        self.state.lock().spare = Some(connected);
     }
 
     pub(super) fn has_spare(&self) -> bool {
-        self.state().spare.is_some()
+        self.state.lock().spare.is_some()
     }
 
     pub(super) fn take_spare(&self) -> Option<Connected> {
-        self.state().spare.take()
+        self.state.lock().spare.take()
     }
 
     pub(super) fn put_orphan(&self, orphan: Orphan) {
-        self.state().orphans.push(orphan);
+        self.state.lock().orphans.push(orphan);
     }
 
     pub(super) fn take_orphans(&self) -> Vec<Orphan> {
-        std::mem::take(&mut self.state().orphans)
+        std::mem::take(&mut self.state.lock().orphans)
     }
 
     /// Adds the pipe of an IoThread. Returns its number.
     pub(super) fn add_pipe(&self, remote: &Remote) -> u64 {
-        self.state().add_pipe(remote)
+        self.state.lock().add_pipe(remote)
     }
 
     /// Returns the place of the pipe for all IoThreads. If there is none, the caller is to make it.
     pub(super) fn home(&self, here: &Remote) -> Home {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(number) = state.home
             && let Some((remote, _)) = state.pipes.get(&number)
         {
@@ -219,7 +215,7 @@ impl Shared {
         if !self.flushes_are_common() {
             return None;
         }
-        let state = self.state();
+        let state = self.state.lock();
         let mut others = state.pipes.iter().filter(|(number, _)| **number != pipe);
         let (number, (remote, _)) = others.find(|(_, (_, condition))| condition.serves())?;
         Some((*number, remote.clone()))
@@ -227,7 +223,7 @@ impl Shared {
 
     /// Returns the pipe for all IoThreads, and its IoThread.
     pub(super) fn home_remote(&self) -> Option<(u64, Remote)> {
-        let state = self.state();
+        let state = self.state.lock();
         let home = state.home?;
         state.pipes.get(&home).map(|(remote, _)| (home, remote.clone()))
     }
@@ -239,7 +235,7 @@ impl Shared {
 
     /// Records a reported size. Returns the size before; `None` if a newer answer counts.
     pub(super) fn swap_size(&self, size_bytes: u64, asked: QuestionNumber) -> Option<u64> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if asked < state.asked {
             return None;
         }
@@ -255,13 +251,13 @@ impl Shared {
     }
 
     pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {
-        if let Some((_, known)) = self.state().pipes.get_mut(&pipe) {
+        if let Some((_, known)) = self.state.lock().pipes.get_mut(&pipe) {
             *known = condition;
         }
     }
 
     pub(super) fn remove_pipe(&self, pipe: u64) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.pipes.remove(&pipe);
         state.unanswered.remove(&pipe);
         state.home = state.home.filter(|home| *home != pipe);
@@ -270,7 +266,7 @@ impl Shared {
     /// Calls `wake` on each IoThread that has connections.
     pub(super) fn on_pipes(&self, wake: impl Fn(&Rc<Io>) + Copy + Send + 'static) {
         let pipes: Vec<Remote> = {
-            let state = self.state();
+            let state = self.state.lock();
             state.pipes.values().map(|(remote, _)| remote.clone()).collect()
         };
         for remote in pipes {
@@ -354,13 +350,13 @@ impl Shared {
 
     /// Returns the number of lines left out since the last one, if a line may be written now.
     pub(super) fn permit_line(&self, now: Instant) -> Option<u64> {
-        self.state().log.permit(now)
+        self.state.lock().log.permit(now)
     }
 
     /// Like `permit_line`, for a broken connection. If it has served nothing, it gets a line now
     /// and then.
     pub(super) fn permit_break(&self, was_useful: bool, now: Instant) -> Option<u64> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if was_useful { state.breaks.permit(now) } else { state.log.permit(now) }
     }
 
@@ -369,7 +365,7 @@ impl Shared {
             return DiskState::Lost;
         }
         let (mut late, mut away, mut is_up) = (None, None, false);
-        for (_, condition) in self.state().pipes.values() {
+        for (_, condition) in self.state.lock().pipes.values() {
             is_up |= condition.serves();
             let (known, since) = match condition {
                 Condition::Up(_) => continue,
@@ -388,7 +384,7 @@ impl Shared {
 
     pub(super) fn remark(&self) -> String {
         let (mut connections, mut all_late, mut problem) = (0, 0, None);
-        for (_, condition) in self.state().pipes.values() {
+        for (_, condition) in self.state.lock().pipes.values() {
             match condition {
                 Condition::Up(links) => connections += links,
                 Condition::Late { up, late, .. } => {
@@ -410,7 +406,7 @@ impl Shared {
 
     /// Called when a pipe has a connection, and no request that could be answered.
     pub(super) fn forget_stall(&self, pipe: u64) {
-        self.state().unanswered.remove(&pipe);
+        self.state.lock().unanswered.remove(&pipe);
     }
 
     /// Returns the log line on a server that does not answer, for all connections of all IoThreads
@@ -423,7 +419,7 @@ impl Shared {
         now: Instant,
         was_answered: bool,
     ) -> Option<Line> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if was_answered {
             state.unanswered.remove(&pipe);
         }

@@ -3,14 +3,15 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use blockio::executor::Lock;
 
 /// Ranges of an export that are held, with their holders.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     /// The number of ranges: requests check the list only if there are any.
     count: AtomicUsize,
-    ranges: Mutex<Ranges>,
+    ranges: Lock<Ranges>,
 }
 
 #[derive(Debug, Default)]
@@ -20,14 +21,10 @@ struct Ranges {
 }
 
 impl Held {
-    fn ranges(&self) -> MutexGuard<'_, Ranges> {
-        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Holds these ranges. Returns the number of their holder.
     pub(super) fn add(&self, ranges: Vec<Range<u64>>) -> u64 {
         let holder = {
-            let mut known = self.ranges();
+            let mut known = self.ranges.lock();
             known.next_holder += 1;
             known.next_holder
         };
@@ -37,7 +34,7 @@ impl Held {
 
     /// Replaces the ranges of a holder.
     pub(super) fn replace(&self, holder: u64, ranges: Vec<Range<u64>>) {
-        let mut known = self.ranges();
+        let mut known = self.ranges.lock();
         known.all.retain(|(other, _)| *other != holder);
         known.all.extend(ranges.into_iter().map(|range| (holder, range)));
         self.count.store(known.all.len(), Ordering::Release);
@@ -54,7 +51,7 @@ impl Held {
             return false;
         }
         let overlaps = |held: &Range<u64>| held.start < range.end && range.start < held.end;
-        self.ranges().all.iter().any(|(_, held)| overlaps(held))
+        self.ranges.lock().all.iter().any(|(_, held)| overlaps(held))
     }
 }
 

@@ -1,14 +1,15 @@
 //! Cancels the opening of disks that are no longer wanted. The header of an image or of LUKS is
 //! read before the disk is served, and its server may never answer.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::DiskState;
+use blockio::executor::Lock;
 
 /// A cancellation token for opening a disk. Clones share its state.
 #[derive(Debug, Clone, Default)]
@@ -17,7 +18,7 @@ pub struct CancelToken(Arc<State>);
 #[derive(Debug, Default)]
 struct State {
     is_cancelled: AtomicBool,
-    reading: Mutex<Reading>,
+    reading: Lock<Reading>,
 }
 
 /// The disks that are being read.
@@ -38,7 +39,7 @@ impl CancelToken {
     /// answers continue.
     pub fn cancel(&self) {
         // Under the lock: a read that begins later finds the token cancelled.
-        let reading = self.reading();
+        let reading = self.0.reading.lock();
         self.0.is_cancelled.store(true, Ordering::Relaxed);
         reading.disks.iter().for_each(|(_, disk)| disk.abandon());
     }
@@ -61,11 +62,11 @@ impl CancelToken {
     /// Returns true if a disk that is being read does not answer.
     fn hangs(&self) -> bool {
         let hangs = |disk: &DiskSource| !matches!(disk.state(), DiskState::Ready | DiskState::Lost);
-        self.reading().disks.iter().any(|(_, disk)| hangs(disk))
+        self.0.reading.lock().disks.iter().any(|(_, disk)| hangs(disk))
     }
 
     fn begin_read(&self, disk: &DiskSource) -> ReadGuard<'_> {
-        let mut reading = self.reading();
+        let mut reading = self.0.reading.lock();
         let number = reading.next;
         reading.next += 1;
         reading.disks.push((number, disk.clone()));
@@ -73,10 +74,6 @@ impl CancelToken {
             disk.abandon();
         }
         ReadGuard { token: self, number }
-    }
-
-    fn reading(&self) -> MutexGuard<'_, Reading> {
-        self.0.reading.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -88,7 +85,7 @@ struct ReadGuard<'a> {
 
 impl Drop for ReadGuard<'_> {
     fn drop(&mut self) {
-        let mut reading = self.token.reading();
+        let mut reading = self.token.0.reading.lock();
         let place = reading.disks.iter().position(|(number, _)| *number == self.number);
         let disk = place.map(|place| reading.disks.swap_remove(place));
         // Closing the disk may take long, if this was its last handle.
@@ -174,7 +171,7 @@ mod tests {
     fn disks_are_forgotten_when_they_are_read() {
         let token = CancelToken::default();
         let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
-        let reading = || token.reading().disks.len();
+        let reading = || token.0.reading.lock().disks.len();
         let read = token.while_reading(&disk, || token.while_reading(&disk, || Ok(reading())));
         assert_eq!(read.unwrap(), 2);
         assert_eq!(reading(), 0);

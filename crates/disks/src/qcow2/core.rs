@@ -1,9 +1,10 @@
 //! The layers of an image, and its state that all threads share.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use blockio::driver::not_qcow2;
+use blockio::executor::Lock;
 use blockio::{DiskSource, Error, IoThread, IoThreadConfig, Remote};
 
 use super::consistency::refused;
@@ -127,7 +128,7 @@ pub(super) struct Core {
     pub(super) committed: AtomicU64,
     pub(super) stable: AtomicU64,
     /// The IoThreads that use places from the table.
-    pub(super) threads: Mutex<Vec<(Remote, Weak<Readers>)>>,
+    pub(super) threads: Lock<Vec<(Remote, Weak<Readers>)>>,
 }
 
 impl Core {
@@ -153,13 +154,13 @@ impl Core {
     }
 
     pub(super) fn add_thread(&self, remote: Remote, readers: &Arc<Readers>) {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock();
         threads.retain(|(_, readers)| readers.strong_count() > 0);
         threads.push((remote, Arc::downgrade(readers)));
     }
 
     pub(super) fn threads(&self) -> Vec<(Remote, Arc<Readers>)> {
-        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let threads = self.threads.lock();
         threads
             .iter()
             .filter_map(|(remote, readers)| Some((remote.clone(), readers.upgrade()?)))

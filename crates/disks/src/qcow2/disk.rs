@@ -5,11 +5,12 @@ use std::cell::RefCell;
 use std::io;
 use std::ops::Range;
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use blockio::disk::{Extent, ExtentKind, TransferError};
 use blockio::driver::{BounceShare, Driver, FilePosition, Request};
+use blockio::executor::Lock;
 use blockio::op::OpKind;
 use blockio::{Disk, EngineKind, Io};
 use iomem::Buffers;
@@ -61,11 +62,11 @@ impl Qcow2Disk {
 
     /// Passes a job to the owner, and returns the data that the owner has read.
     async fn run_job(&self, job: Job) -> io::Result<Vec<u8>> {
-        let data = Arc::new(Mutex::new(Vec::new()));
+        let data = Arc::new(Lock::new(Vec::new()));
         let (op, completer) = self.io.foreign_op(Buffers::empty());
         post_job(&self.image.owner, job, &data, completer);
         op.await.result?;
-        let mut data = data.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut data = data.lock();
         Ok(std::mem::take(&mut *data))
     }
 

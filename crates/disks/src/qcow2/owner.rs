@@ -20,10 +20,11 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex as SyncMutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockio::driver::{ForeignCompleter, RateLimit, start_thread};
+use blockio::executor::Lock;
 use blockio::{EngineKind, Error, Io, IoThread, IoThreadConfig, Remote, oneshot};
 use imago::{Mapping, StorageExt};
 use iomem::Buffers;
@@ -90,13 +91,13 @@ thread_local! {
 pub(super) fn post_job(
     remote: &Remote,
     job: Job,
-    data: &Arc<SyncMutex<Vec<u8>>>,
+    data: &Arc<Lock<Vec<u8>>>,
     done: ForeignCompleter,
 ) {
     let data = Arc::clone(data);
     begin(remote, job, move |result| {
         let result = result.map(|read| {
-            *data.lock().unwrap_or_else(PoisonError::into_inner) = read;
+            *data.lock() = read;
             0
         });
         done.complete(result);
@@ -147,14 +148,14 @@ pub(super) struct Image {
     pub(super) core: Arc<Core>,
     pub(super) owner: Remote,
     /// The end of the owner's thread, until a caller has waited for it.
-    pub(super) ended: SyncMutex<Option<oneshot::Receiver<()>>>,
+    pub(super) ended: Lock<Option<oneshot::Receiver<()>>>,
 }
 
 impl Image {
     /// Ends the owner, and waits until it has closed its files.
     pub(super) fn end(&mut self) {
         self.owner.post(stop_owner);
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let ended = self.ended.lock().take();
         let _ = ended.and_then(oneshot::Receiver::wait);
     }
 }

@@ -1,17 +1,18 @@
 //! The readers of the place table: requests that go straight to the file of the image. Before
 //! space there is released, the owner waits for requests that may still write to it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use blockio::driver::ForeignCompleter;
+use blockio::executor::Lock;
 
 /// The requests of one IoThread, counted in two rounds. Only that thread counts.
 #[derive(Debug, Default)]
 pub(super) struct Readers {
     round: AtomicUsize,
     counts: [AtomicUsize; 2],
-    waiting: Mutex<Option<Waiting>>,
+    waiting: Lock<Option<Waiting>>,
 }
 
 struct Waiting(ForeignCompleter);
@@ -57,7 +58,7 @@ impl Readers {
 
     fn end(&self, round: usize) {
         if self.add(round, -1) == 0 && round != self.round.load(Ordering::Relaxed) {
-            let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let waiting = self.waiting.lock().take();
             if let Some(Waiting(completer)) = waiting {
                 completer.complete(Ok(0));
             }
@@ -74,7 +75,7 @@ impl Readers {
         if self.counts[round].load(Ordering::Relaxed) == 0 {
             completer.complete(Ok(0));
         } else {
-            *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(Waiting(completer));
+            *self.waiting.lock() = Some(Waiting(completer));
         }
     }
 }

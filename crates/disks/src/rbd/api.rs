@@ -2,8 +2,8 @@
 //! libraries are loaded when the first image is opened: nothing else needs them.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::{Mutex, PoisonError};
 
+use blockio::executor::Lock;
 use libloading::os::unix::Library;
 
 /// An opaque object of a library.
@@ -133,12 +133,12 @@ pub(super) const THICK: c_int = 1;
 pub(super) const EXCLUSIVE: c_int = 0;
 
 /// The functions, once they are loaded.
-static LOADED: Mutex<Option<&'static Api>> = Mutex::new(None);
+static LOADED: Lock<Option<&'static Api>> = Lock::new(None);
 
 /// The functions of the libraries, which are loaded by the first call and stay as long as the
 /// program runs, because their threads do.
 pub(super) fn api() -> Result<&'static Api, String> {
-    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut loaded = LOADED.lock();
     if let Some(api) = *loaded {
         return Ok(api);
     }

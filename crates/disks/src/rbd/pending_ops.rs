@@ -1,15 +1,15 @@
 //! The operations of an image in librbd, with their start times.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use blockio::clock;
 use blockio::driver::{ForeignCompleter, is_late};
+use blockio::executor::Lock;
 
 /// The operations of one image, of all threads.
 #[derive(Default)]
-pub(super) struct PendingOps(Mutex<State>);
+pub(super) struct PendingOps(Lock<State>);
 
 #[derive(Default)]
 struct State {
@@ -34,14 +34,10 @@ pub(super) struct AwayState {
 }
 
 impl PendingOps {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Keeps the completer of an operation that begins, and returns its number. `None` if the image
     /// was abandoned: then the operation has failed.
     pub(super) fn begin(&self, completer: ForeignCompleter) -> Option<usize> {
-        let mut state = self.state();
+        let mut state = self.0.lock();
         if state.was_abandoned {
             drop(state);
             completer.complete(Err(failed()));
@@ -63,7 +59,7 @@ impl PendingOps {
     /// Ends the operation of this number.
     pub(super) fn end(&self, number: usize, result: io::Result<usize>) {
         let op = {
-            let mut state = self.state();
+            let mut state = self.0.lock();
             let op = state.ops.get_mut(number).and_then(Option::take);
             assert!(
                 op.is_some() || state.was_abandoned,
@@ -82,14 +78,14 @@ impl PendingOps {
     /// them out, and they get its answers. librbd does not cancel them, and keeps the memory that
     /// it was lent for them.
     pub(super) fn abandon(&self) {
-        self.state().fails_when_away = true;
+        self.0.lock().fails_when_away = true;
         self.abandon_if_away();
     }
 
     /// Abandons the image if that was requested and the cluster is away.
     pub(super) fn abandon_if_away(&self) {
         let ops: Vec<Op> = {
-            let mut state = self.state();
+            let mut state = self.0.lock();
             if !state.fails_when_away || state.away().is_none() {
                 return;
             }
@@ -102,13 +98,13 @@ impl PendingOps {
     }
 
     pub(super) fn was_abandoned(&self) -> bool {
-        self.state().was_abandoned
+        self.0.lock().was_abandoned
     }
 
     /// The oldest operation and the number of all, if the cluster counts as away because of its
     /// age.
     pub(super) fn away(&self) -> Option<AwayState> {
-        self.state().away()
+        self.0.lock().away()
     }
 }
 
@@ -157,7 +153,7 @@ mod tests {
         let (last, number) = begin();
         assert_eq!(number, Some(0));
         let old = clock::now().checked_sub(LATE).unwrap();
-        waiting.state().ops[0].as_mut().unwrap().since = old;
+        waiting.0.lock().ops[0].as_mut().unwrap().since = old;
         waiting.abandon_if_away();
         for op in [last, third, fourth] {
             let done = thread.block_on(op).unwrap();
@@ -183,10 +179,10 @@ mod tests {
         let now = clock::now();
         let old = now.checked_sub(LATE).unwrap();
         let waiting = PendingOps::default();
-        waiting.state().ops.extend([op(now), None, op(old)]);
+        waiting.0.lock().ops.extend([op(now), None, op(old)]);
         assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));
-        waiting.state().ops[2] = None;
+        waiting.0.lock().ops[2] = None;
         assert_eq!(waiting.away(), None);
-        waiting.state().ops.clear();
+        waiting.0.lock().ops.clear();
     }
 }

@@ -2,10 +2,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use blockio::Error;
-use blockio::executor::FairSemaphore;
+use blockio::executor::{FairSemaphore, Lock};
 use iomem::fits;
 
 use super::image::Image;
@@ -29,8 +28,8 @@ pub(super) struct Shared {
     size_bytes: AtomicU64,
     changes: AtomicU64,
     /// Locked while these two change.
-    finding: Mutex<()>,
-    size_queries: Mutex<SizeQueries>,
+    finding: Lock<()>,
+    size_queries: Lock<SizeQueries>,
 }
 
 /// Operations that wait for the size.
@@ -52,8 +51,8 @@ impl Shared {
             lost: AtomicI32::new(0),
             size_bytes: AtomicU64::new(size_bytes),
             changes: AtomicU64::new(0),
-            finding: Mutex::new(()),
-            size_queries: Mutex::default(),
+            finding: Lock::new(()),
+            size_queries: Lock::default(),
         }
     }
 
@@ -109,7 +108,7 @@ impl Shared {
     /// [answers](Self::answer_all), since there is none.
     #[must_use]
     pub(super) fn await_size(&self, op: usize) -> bool {
-        let mut size_queries = self.size_queries();
+        let mut size_queries = self.size_queries.lock();
         size_queries.ops.push(op);
         !std::mem::replace(&mut size_queries.is_running, true)
     }
@@ -119,7 +118,7 @@ impl Shared {
     pub(super) fn answer_all(&self, find: impl Fn() -> io::Result<u64>) {
         loop {
             let ops = {
-                let mut size_queries = self.size_queries();
+                let mut size_queries = self.size_queries.lock();
                 if size_queries.ops.is_empty() {
                     size_queries.is_running = false;
                     return;
@@ -134,15 +133,11 @@ impl Shared {
         }
     }
 
-    fn size_queries(&self) -> MutexGuard<'_, SizeQueries> {
-        self.size_queries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Asks for the size, and waits for the cluster.
     pub(super) fn probe_size(&self) -> io::Result<u64> {
         let changes = self.image.changes();
         let size = self.image.size_bytes()?;
-        let _turn = self.finding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.finding.lock();
         // A later query may have been answered earlier.
         if changes >= self.changes.load(Ordering::Relaxed) {
             self.size_bytes.store(size, Ordering::Relaxed);

@@ -3,9 +3,11 @@
 use std::cell::Cell;
 use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use blockio::executor::Lock;
 
 /// The time without a result after which another thread is added, because a call may hang on a
 /// disk.
@@ -42,7 +44,7 @@ pub(crate) type Outcome<R> = (usize, Result<R, Panicked>);
 pub(crate) type Yield<'a> = &'a dyn Fn();
 
 struct Work<T, R> {
-    queue: Mutex<VecDeque<(usize, T)>>,
+    queue: Lock<VecDeque<(usize, T)>>,
     call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
 }
 
@@ -54,7 +56,7 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
     ) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let (unanswered, threads) = (list.len(), list.len().min(cpus.max(2)));
-        let queue = Mutex::new(list.into_iter().enumerate().collect());
+        let queue = Lock::new(list.into_iter().enumerate().collect());
         let work = Arc::new(Work { queue, call: Box::new(call) });
         let (done, results) = mpsc::channel();
         let mut this =
@@ -145,11 +147,11 @@ impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
     }
 
     fn take(&self) -> Option<(usize, T)> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+        self.queue.lock().pop_front()
     }
 
     fn is_empty(&self) -> bool {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.queue.lock().is_empty()
     }
 }
 

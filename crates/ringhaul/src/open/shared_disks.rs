@@ -1,12 +1,13 @@
 //! State that several exports of one disk share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use blockio::DiskSource;
 use blockio::disk::Placement;
+use blockio::executor::Lock;
 use device::access::DiskAccess;
 
 /// The time that a new export waits for a resize of its disk, before it is refused.
@@ -15,13 +16,13 @@ const RESIZE_MAX: Duration = Duration::from_secs(5);
 /// The open disks and their shared accesses.
 #[derive(Default)]
 pub(crate) struct SharedDisks {
-    all: Mutex<Vec<SharedDisk>>,
+    all: Lock<Vec<SharedDisk>>,
     /// True while another process is to hand over the state of new accesses.
     expects_hand_over: AtomicBool,
     /// The time of the last resize of any disk.
-    resized: Mutex<Option<Instant>>,
+    resized: Lock<Option<Instant>>,
     /// The identities of disks that are being resized, once for each resize that runs or waits.
-    resizing: Mutex<Vec<String>>,
+    resizing: Lock<Vec<String>>,
     resize_ended: Condvar,
 }
 
@@ -33,7 +34,7 @@ pub(crate) struct Resizing<'a> {
 
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
-        let mut resizing = self.shared_disks.resizing();
+        let mut resizing = self.shared_disks.resizing.lock();
         // Only one entry: another export's resize of the same disk may still wait for its turn.
         if let Some(index) = resizing.iter().position(|other| *other == self.identity) {
             resizing.swap_remove(index);
@@ -76,7 +77,8 @@ impl SharedDisks {
         let is_resizing = |resizing: &mut Vec<String>| {
             resizing.iter().any(|identity| identity == disk.identity())
         };
-        let waited = self.resize_ended.wait_timeout_while(self.resizing(), RESIZE_MAX, is_resizing);
+        let waited =
+            self.resize_ended.wait_timeout_while(self.resizing.lock(), RESIZE_MAX, is_resizing);
         let (resizing, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         drop(resizing);
         if waited.timed_out() {
@@ -87,7 +89,7 @@ impl SharedDisks {
             );
         }
         let held = access.hold_size();
-        if self.resized().is_some_and(|resized| resized >= opened) {
+        if self.resized.lock().is_some_and(|resized| resized >= opened) {
             disk.refresh()?;
         }
         Ok(held)
@@ -97,22 +99,14 @@ impl SharedDisks {
     pub(crate) fn begin_resize(&self, disk: &DiskSource) -> Resizing<'_> {
         let identity = disk.identity().to_owned();
         if !identity.is_empty() {
-            self.resizing().push(identity.clone());
+            self.resizing.lock().push(identity.clone());
         }
         Resizing { shared_disks: self, identity }
     }
 
-    fn resizing(&self) -> MutexGuard<'_, Vec<String>> {
-        self.resizing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes the time of a resize. The caller holds the new size.
     pub(crate) fn record_resize(&self) {
-        *self.resized() = Some(Instant::now());
-    }
-
-    fn resized(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.resized.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.resized.lock() = Some(Instant::now());
     }
 
     /// Returns the access of a disk. A disk without identity gets its own.
@@ -132,7 +126,7 @@ impl SharedDisks {
         }
         let is_written = !disk.info().read_only;
         let name = disk.chain_text();
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.all.lock();
         all.retain(|shared| shared.access.strong_count() > 0);
         for other in all.iter().filter(|other| other.identity != identity) {
             if (is_written || other.is_written) && place.overlaps(&other.place) {

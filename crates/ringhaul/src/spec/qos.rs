@@ -3,12 +3,12 @@
 mod limit_spec;
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::{ErrorAction, ErrorPolicy, LimitGroup, Limits};
+use blockio::executor::Lock;
 use clap::ValueEnum;
 use ringhaul_options::key_value::{self, Parts};
 use schemars::JsonSchema;
@@ -199,7 +199,7 @@ impl QosSpec {
 
 /// The groups of disks that share limits, by name.
 #[derive(Debug, Default)]
-pub struct LimitGroups(Mutex<BTreeMap<String, Group>>);
+pub struct LimitGroups(Lock<BTreeMap<String, Group>>);
 
 /// A group, and its limits in written form.
 #[derive(Debug, Default)]
@@ -236,7 +236,7 @@ impl LimitGroups {
         }
         // The limits were checked when the disk joined.
         if let (Some(name), Ok(numbers)) = (&limits.group, limits.limits())
-            && let Some(group) = self.groups().get_mut(name)
+            && let Some(group) = self.0.lock().get_mut(name)
         {
             if group.changed_since(requested_at) {
                 tracing::info!(
@@ -268,7 +268,7 @@ impl LimitGroups {
     fn apply_limits(&self, disk: &DiskSource, rules: &QosSpec, names_limits: bool) -> Result<()> {
         rules.check()?;
         let limits = rules.limits.limits()?;
-        let mut groups = self.groups();
+        let mut groups = self.0.lock();
         if let Some(name) = rules.limits.group() {
             let group = groups.entry(name.to_owned()).or_default();
             if names_limits || !group.limits.has_members() {
@@ -290,14 +290,14 @@ impl LimitGroups {
 
     /// Returns the debts of each group's limits, for a process that resumes them.
     pub(crate) fn debts(&self) -> BTreeMap<String, Vec<u64>> {
-        let groups = self.groups();
+        let groups = self.0.lock();
         let debts = groups.iter().map(|(name, group)| (name.clone(), group.limits.debts()));
         debts.filter(|(_, debts)| !debts.is_empty()).collect()
     }
 
     /// Takes over the debts of groups.
     pub(crate) fn add_debts(&self, debts: &BTreeMap<String, Vec<u64>>) {
-        for (name, group) in &*self.groups() {
+        for (name, group) in &*self.0.lock() {
             if let Some(debts) = debts.get(name) {
                 group.limits.set_debts(debts);
             }
@@ -317,17 +317,13 @@ impl LimitGroups {
 
     fn fill_if(&self, limits: &mut LimitSpec, is_wanted: impl Fn(&Group) -> bool) {
         if let Some(name) = &limits.group
-            && let Some(group) = self.groups().get(name)
+            && let Some(group) = self.0.lock().get(name)
             && group.limits.has_members()
             && is_wanted(group)
         {
             let group_name = limits.group.take();
             *limits = LimitSpec { group: group_name, ..group.numbers.clone() };
         }
-    }
-
-    fn groups(&self) -> MutexGuard<'_, BTreeMap<String, Group>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
