@@ -21,19 +21,19 @@ pub struct Switches {
     /// Check for completions right after each submit; off: only when the kernel wakes the loop.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub harvest_on_submit: OnOff,
-    /// Keep operations back from a disk that completes all of them together, if it is faster that
-    /// way; off: never.
+    /// Keep some operations back from a disk that completes all of them at the same moment, if
+    /// tries show that it is faster that way; off: give it all of them.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub pacing: OnOff,
-    /// Let a device that completes operations within the submit do so without writes to an
-    /// eventfd (engine aio); off: one write for each operation.
+    /// With engine aio, let the kernel write to no eventfd if the device completes operations while
+    /// they are submitted; off: one write for each operation.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub omit_announcements: OnOff,
-    /// While busy-polling, let completions of io_uring gather before the system call that posts
-    /// them; off: post them at once.
+    /// While busy-polling with engine io_uring, wait up to 16 microseconds for more completions, so
+    /// that one system call fetches them all; off: do not wait.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub grace: OnOff,
-    /// Sleep between checks of a device that --iopoll polls; off: check all the time.
+    /// With --iopoll, sleep between two checks for completions; off: check all the time.
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub poll_pause: OnOff,
     /// Submit operations together; off: one by one.
@@ -74,7 +74,7 @@ fn parse_run_max(text: &str) -> Result<NonZeroU16, String> {
     let number = text.parse().unwrap_or(0);
     NonZeroU16::new(number)
         .filter(|number| *number <= RUN_MAX)
-        .ok_or_else(|| "it must be a number from 1 to 1024".to_owned())
+        .ok_or_else(|| format!("it must be a number from 1 to {RUN_MAX}"))
 }
 
 #[cfg(test)]
