@@ -129,7 +129,7 @@ impl Control {
         let name = export.clone();
         self.order(OrderKind::Change, move |all| all.remove(&name, force, answer));
         let Some(time) = deadline_ms else {
-            return pending.wait().ok_or_else(|| self.stages.end_reason())?;
+            return self.wait(pending)?;
         };
         if let Poll::Ready(ended) = pending.wait_for(Duration::from_millis(time)) {
             return ended.ok_or_else(|| self.stages.end_reason())?;

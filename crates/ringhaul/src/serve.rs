@@ -210,7 +210,7 @@ fn listen(
     control.map(start).transpose()
 }
 
-/// Waits for the end of the daemon, and hands over or closes what the process holds.
+/// Waits for the end of the daemon, and returns the status with which the process exits.
 fn end(
     ending: Shutdown,
     daemon: &Daemon,

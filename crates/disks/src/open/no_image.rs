@@ -10,7 +10,7 @@ use crate::spec::BackingFiles;
 
 /// Fails: this program was built without images.
 pub(super) fn is_image(_: &DiskSource) -> Result<bool> {
-    bail!("this program was built without images (feature qcow2)")
+    bail!("cannot open an image: this program was built without images (feature qcow2)")
 }
 
 /// Fails like [`is_image`].
