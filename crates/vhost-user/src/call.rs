@@ -44,7 +44,7 @@ pub(super) struct Relayed {
 }
 
 /// Passes calls on for one front-end. Its thread exists from the first such call descriptor until
-/// this and all [`Call`]s have been dropped.
+/// this is dropped.
 #[derive(Default)]
 pub(super) struct CallRelay {
     shared: Option<Arc<Shared>>,

@@ -227,17 +227,17 @@ pub(crate) struct Threads {
     serves: bool,
     poll_limits: PollLimits,
     events: mpsc::Sender<Event>,
-    stuck: Arc<Lock<ThreadWatch>>,
+    watch: Arc<Lock<ThreadWatch>>,
 }
 
 impl Threads {
     pub(crate) fn new(
         args: Arc<ServeArgs>,
         events: mpsc::Sender<Event>,
-        stuck: Arc<Lock<ThreadWatch>>,
+        watch: Arc<Lock<ThreadWatch>>,
     ) -> Self {
         let poll_limits = args.poll_limits();
-        Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, stuck }
+        Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, watch }
     }
 
     /// Returns the threads in the order of their numbers, and starts them on the first call.
@@ -249,10 +249,10 @@ impl Threads {
         let failed = Arc::new(move || drop(events.send(Event::ThreadFailed)));
         let (count, config) = (self.args.iothreads.into(), self.args.io_thread_config());
         let threads = IoThreads::start(count, &config, &failed)?;
-        let mut stuck = self.stuck.lock();
+        let mut watch = self.watch.lock();
         for (index, remote) in threads.remotes().iter().enumerate() {
             self.all.push(Thread { remote: remote.clone(), engines: Arc::default() });
-            stuck.add(format!("iothread-{index}"), remote.clone());
+            watch.add(format!("iothread-{index}"), remote.clone());
         }
         self.running = Some(threads);
         self.tell_poll_limits();
