@@ -62,6 +62,10 @@ pub(crate) struct Args {
     /// CPU that the load generator is pinned to
     #[arg(long, default_value_t = 1)]
     client_cpu: usize,
+    /// Nice value of the session of each server, ours and QSD's; -10 is about CPUWeight=1000
+    #[arg(long, value_name = "NICE", default_value_t = 0, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(i8).range(-20..=19))]
+    server_nice: i8,
     /// List the measurements and end
     #[arg(long)]
     list: bool,
@@ -140,7 +144,10 @@ fn rounds(args: &Args) -> String {
 fn describe(args: &Args, bench: &Bench) -> Result<Machine> {
     let mut machine = machine::describe(&bench.lab)?;
     let qsd = process::output(Command::new(&bench.qsd).arg("--version"))?;
-    let rounds = rounds(args);
+    let mut rounds = rounds(args);
+    if args.server_nice != 0 {
+        rounds += &format!("; the session of each server has the nice value {}", args.server_nice);
+    }
     let qsd = qsd.lines().next().unwrap_or_default().to_owned();
     let fio = process::output(Command::new(&bench.fio).arg("--version"))?;
     machine.facts.extend([("qemu-storage-daemon", qsd), ("fio", fio), ("rounds", rounds)]);

@@ -40,6 +40,9 @@ pub(crate) struct Lab {
     pub(crate) tracer: Option<Tracer>,
     pub(crate) server_cpu: usize,
     pub(crate) client_cpu: usize,
+    /// The nice value of each server's session: -10 gives it ten times the share of another one.
+    /// 0 leaves it.
+    server_nice: i8,
     interrupt: Interrupt,
     /// Holds sockets, the messages of servers and counts of system calls.
     folder: TempDir,
@@ -112,9 +115,15 @@ impl Lab {
             tracer: Tracer::find(folder.path()),
             server_cpu,
             client_cpu,
+            server_nice: 0,
             interrupt: interrupt.clone(),
             folder,
         })
+    }
+
+    /// Sets the nice value of the session of each server that starts from now on.
+    pub(crate) fn with_server_nice(self, server_nice: i8) -> Self {
+        Self { server_nice, ..self }
     }
 
     /// Returns Ringhaul with `options`.
@@ -181,6 +190,11 @@ impl Lab {
             false => ManagedChild::start_traced(&server.name, &mut command, &self.interrupt)?,
         };
         running.wait_for_socket(Path::new(&self.socket()), START_LIMIT)?;
+        if self.server_nice != 0 {
+            let file = format!("/proc/{}/autogroup", running.id());
+            std::fs::write(&file, self.server_nice.to_string())
+                .with_context(|| format!("writing the nice value of a session to {file}"))?;
+        }
         Ok(running)
     }
 

@@ -73,7 +73,8 @@ impl Bench {
         let fio =
             workspace::find_program("fio").context("fio is missing; `make setup` installs it")?;
         Ok(Self {
-            lab: Lab::new((args.server_cpu, args.client_cpu), interrupt)?,
+            lab: Lab::new((args.server_cpu, args.client_cpu), interrupt)?
+                .with_server_nice(args.server_nice),
             lacks: lacks(&qsd, &fio)?,
             qsd,
             fio,
