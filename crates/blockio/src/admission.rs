@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_alone_has_most_of_the_engine_and_none_that_hangs_has_what_is_anothers() {
+    fn a_disk_alone_has_most_of_the_engine_and_hanging_disks_leave_a_share() {
         for (engine, depth) in [(EngineKind::Aio, 1024), (EngineKind::Threads, 0)] {
             let mut bench = Bench::new(engine, depth);
             let all = if depth > 0 { depth as usize } else { pool_threads(1) };
@@ -755,7 +755,7 @@ mod tests {
 
     /// Disks that are busy without end, with ops of all sizes and kinds, in any order.
     #[test]
-    fn an_op_waits_for_no_more_than_what_came_before_it_and_a_turn_of_its_device() {
+    fn an_op_waits_for_earlier_ops_and_one_turn_of_its_device() {
         let device = Device::with(64, 4096);
         let mut bench = Bench::new(EngineKind::Aio, 256);
         let disks: Vec<usize> =

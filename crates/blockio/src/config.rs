@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_engine_takes_what_it_has() {
+    fn each_engine_takes_its_own_options() {
         let completion_ring = CompletionRing::Getevents;
         let options = EngineOptions { sqpoll: true, iopoll: true, completion_ring };
         let engine = |kind| options.engine(kind);

@@ -49,7 +49,7 @@ mod tests {
     const FIELDS: [Range<usize>; 2] = [1..3, 3..4];
 
     #[test]
-    fn what_is_beyond_the_end_reads_as_zeroes() {
+    fn bytes_beyond_the_end_read_as_zeroes() {
         for (offset, len, expected) in [
             (0, 2, &[1, 2][..]),
             (5, 3, &[6, 0, 0]),

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_none() {
+    fn other_luns_are_no_address() {
         assert_eq!(Address::parse([0xc1, 1, 0, 0, 0, 0, 0, 0]), Address::ReportLuns);
         for bytes in [
             [0, 0, 0x40, 0, 0, 0, 0, 0],

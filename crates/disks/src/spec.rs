@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_disk_is_said() {
+    fn the_fault_of_a_disk_is_named() {
         let deep = format!("{}\"null:1M\"{}", r#"{"raw":{"over":"#.repeat(16), "}}".repeat(16));
         for (json, expected) in [
             (&*deep, "it has 17 layers of disks; at most 16 are supported"),

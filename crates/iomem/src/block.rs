@@ -215,7 +215,7 @@ mod tests {
     use std::cell::Cell;
 
     #[test]
-    fn what_is_kept_goes_with_the_list() {
+    fn a_kept_value_goes_with_the_last_list() {
         struct Canary(Rc<Cell<bool>>);
         impl Drop for Canary {
             fn drop(&mut self) {
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_was_lent_stays_for_whoever_still_fills_it() {
+    fn a_lent_block_stays_while_it_is_being_filled() {
         let kept = Rc::new(());
         let block = LentBlock::try_new(4096).unwrap();
         let buffers = block.buffers(Rc::clone(&kept)).unwrap();

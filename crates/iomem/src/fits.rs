@@ -26,14 +26,14 @@ mod tests {
     use super::fits;
 
     #[test]
-    fn what_fits_is_the_same_number() {
+    fn a_number_that_fits_is_the_same() {
         assert_eq!(fits::<u64, u8>(255, "a byte"), 255u8);
         assert_eq!(fits::<i64, usize>(7, "a length"), 7usize);
     }
 
     #[test]
     #[should_panic(expected = "a byte is 256, which cannot be")]
-    fn what_does_not_fit_is_said() {
+    fn a_number_that_does_not_fit_panics() {
         fits::<u64, u8>(256, "a byte");
     }
 }

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_opened_says_why_in_one_line() {
+    fn a_disk_that_does_not_open_has_its_reason_in_one_line() {
         for (name, expected) in [
             ("disk.img", "cannot understand the disk disk.img: unknown disk kind 'disk.img'"),
             ("/nowhere/disk.img", "check the path"),

@@ -401,7 +401,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_taken_only_from_a_socket_that_nobody_listens_on() {
+    fn a_place_is_taken_only_from_a_socket_without_a_listener() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         std::fs::write(path("file"), "").unwrap();
@@ -439,7 +439,7 @@ mod tests {
 
     /// Threads compete for one socket, under different paths.
     #[test]
-    fn one_of_those_who_want_a_socket_has_it() {
+    fn one_of_two_threads_binds_a_socket() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("below")).unwrap();
         let [plain, other] = ["socket", "below/../socket"].map(|path| folder.path().join(path));
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_no_more_connections_keeps_nobody_waiting() {
+    fn a_full_listener_delays_no_check() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let _listener = UnixListener::bind(&path).unwrap();
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_belongs_to_whoever_keeps_it() {
+    fn a_socket_belongs_to_its_last_keeper() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let before = Endpoint::bind(&path, "").unwrap();
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_put_in_the_place_of_a_socket_stays() {
+    fn a_socket_of_another_process_in_the_same_place_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let endpoint = Endpoint::bind(&path, "").unwrap();
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inherited_listener_blocks_again_for_those_who_made_it_so() {
+    fn an_inherited_listener_blocks_again_if_it_did_before() {
         let folder = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
         for was_blocking in [true, false] {

@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_out_of_range_are_refused_whoever_made_them() {
+    fn settings_out_of_range_are_refused_from_any_source() {
         type Change = fn(&mut ExportSettings);
         let table: [(Change, &str); 7] = [
             (|settings| settings.serial = Some("x".repeat(21)), "20 bytes"),
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_can_be_written_down_and_read_with_what_is_usual_left_out() {
+    fn an_export_is_written_and_read_without_its_defaults() {
         let text = r#"{"endpoint": {"path": "/a.sock"}, "cache": "directsync",
                        "device": {"blk": {"null": {"size-bytes": 512}}}}"#;
         let spec: ExportSpec = serde_json::from_str(text).unwrap();

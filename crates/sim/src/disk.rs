@@ -328,7 +328,7 @@ impl Disk {
 
     /// Opens the disk again, for another daemon.
     pub(crate) fn reopen(&self) {
-        self.source.open_anew();
+        self.source.open_again();
         self.world.reopen(self.index);
     }
 
@@ -352,7 +352,7 @@ impl Disk {
             left.push(value);
         }
         state.history = History::new(left.into_iter());
-        self.source.open_anew();
+        self.source.open_again();
         self.world.forget_loss(self.index);
         let size = self.source.info().size_bytes / 512;
         *self.shared.borrow_mut() = Shared::new(size);

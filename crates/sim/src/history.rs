@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_comes_between_what_was_expected_and_what_was_written() {
+    fn no_write_comes_between_the_two_halves_of_a_swap() {
         let initial = Value::Id(1);
         let swapped = |writes: &[(Value, u64, u64)], reads: &[(Value, u64, u64)]| {
             let mut history = history(writes, reads);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn content_is_sure_if_nobody_else_may_have_written() {
+    fn content_is_sure_without_another_writer() {
         let history = history(&[(A, 10, 20), (B, 40, 50)], &[]);
         assert!(history.must_have(0, A, 25, 35));
         assert!(!history.must_have(0, A, 15, 35) && !history.must_have(0, A, 25, 45));
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_flushed_is_left_by_a_crash() {
+    fn flushed_data_survive_a_crash() {
         let mut history = history(&[(A, 10, 20), (B, 30, 40)], &[]);
         for value in [Value::Id(1), A, B] {
             assert!(history.check_left(0, value, true).is_ok());

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_submission_ring_holds_nobody_up_beside_a_disk_that_hangs() {
+    fn a_full_submission_ring_beside_a_disk_that_hangs_delays_no_disk() {
         for seed in 0..150 {
             let mut plan = Plan::new(seed);
             for setting in ["scsi=0", "engine=2", "sqpoll=1", "sq_entries=1", "troubled=1"] {

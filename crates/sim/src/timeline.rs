@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_span_has_what_was_there_at_its_begin_and_all_that_came_until_its_end() {
+    fn a_span_has_its_first_state_and_all_changes_until_its_end() {
         let mut line = Timeline::new('a');
         line.set(10, 'b');
         line.set(20, 'c');

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_taken_counts_in_all_and_comes_back() {
+    fn mapped_bytes_count_in_all_budgets_and_come_back() {
         let process = MappingBudget::new("process", 100);
         let (first, second) = (process.child("first", 80), process.child("second", 80));
         let all = first.take(80).unwrap();

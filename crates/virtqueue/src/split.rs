@@ -504,7 +504,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "tries every index")]
-    fn an_event_is_passed_exactly_when_it_is_among_what_is_published() {
+    fn an_event_is_passed_exactly_when_it_is_in_the_published_range() {
         for old in 0..=u16::MAX {
             for count in [0, 1, 2, 3, 1024, 0x8000, u16::MAX] {
                 let new = old.wrapping_add(count);

@@ -112,7 +112,7 @@ fn exports_and_units_are_added_and_removed_by_request() -> Result<()> {
 
 /// Sends a ping from a separate program as user 65534 in these groups. Returns the daemon's answer,
 /// or `None` if the kernel refused the connection.
-fn call_as_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
+fn call_as_user_nobody(path: &Path, groups: &str) -> Result<Option<Value>> {
     const ASK: &str = r#"
         $SIG{PIPE} = 'IGNORE';
         my $socket = IO::Socket::UNIX->new(Peer => $ARGV[0]) or exit;
@@ -148,13 +148,13 @@ fn members_of_the_control_group_are_served() -> Result<()> {
         let daemon = serve(options)?;
         let seen = fs::metadata(&path)?.permissions().mode() & 0o777;
         ensure!(seen == mode, "the socket has mode {seen:o}");
-        let answer = call_as_nobody(&path, member)?;
+        let answer = call_as_user_nobody(&path, member)?;
         let is_served = answer.is_some_and(|answer| answer["result"]["version"].is_string());
         ensure!(is_served != options.is_empty(), "a member with {options:?}: {is_served}");
-        ensure!(call_as_nobody(&path, stranger)?.is_none(), "a stranger may connect");
+        ensure!(call_as_user_nobody(&path, stranger)?.is_none(), "a stranger may connect");
         // A client that can connect is refused by its credentials.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?;
-        let refused = call_as_nobody(&path, stranger)?.context("it cannot connect")?;
+        let refused = call_as_user_nobody(&path, stranger)?.context("it cannot connect")?;
         ensure!(refused["error"]["code"] == 7, "{refused}");
         Client::new(&path)?.call("shutdown", &json!({}))?;
         daemon.finish()?.expect_code(0)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// A flush waits for an earlier flush of another IoThread, which may receive the report of a loss.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_flush_waits_for_what_another_one_was_told() {
+fn a_flush_waits_for_the_report_of_another_flush() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         for errno in [0, libc::EIO] {
             let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();

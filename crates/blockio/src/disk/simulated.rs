@@ -40,7 +40,7 @@ impl DiskSource {
     }
 
     /// Forgets a loss of data, like opening the disk again. No op may be in the kernel.
-    pub fn open_anew(&self) {
+    pub fn open_again(&self) {
         if let SourceKind::File(file) = &self.kind {
             file.file.loss().forget();
         }

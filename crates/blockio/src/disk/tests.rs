@@ -72,7 +72,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_written_is_read_back() {
+fn written_data_are_read_back() {
     with_each(MIB, |thread, disk, file| {
         let data = pattern(1, 8192);
         let buffers = Buffers::aligned(8192, 4096);
@@ -197,7 +197,7 @@ fn many_requests_of_one_task_are_in_the_kernel_together() {
 /// No request is lost, and files that cannot be polled for are remembered.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_cannot_be_polled_for_goes_the_other_way() {
+fn ops_without_polling_use_the_other_ring() {
     let of_page_cache = temp_file(MIB);
     let of_memory = NamedTempFile::new_in("/dev/shm").unwrap();
     of_memory.as_file().set_len(MIB).unwrap();
@@ -346,7 +346,7 @@ fn a_flush_is_an_fdatasync_with_every_engine() {
 /// The kernel's log has nothing more to read (EAGAIN), or overwrote messages in between (EPIPE).
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_put_off_is_tried_again_and_fails_in_the_end() {
+fn a_read_that_would_block_is_tried_again_and_fails_in_the_end() {
     if std::fs::File::options().write(true).open("/dev/kmsg").is_err() {
         eprintln!("skipped: only root can read the kernel's log");
         return;
@@ -390,7 +390,7 @@ fn open_error(path: &Path, options: &DiskOptions) -> String {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_cannot_be_a_disk_is_refused_with_a_reason() {
+fn a_file_that_is_no_disk_is_refused_with_a_reason() {
     let folder = tempfile::tempdir().unwrap();
     let plain = options(false);
     let missing = folder.path().join("missing");

@@ -38,7 +38,7 @@ fn wait_readable(thread: &IoThread) -> bool {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_comes_between_turns_is_announced_whatever_is_done_there() {
+fn calls_between_turns_are_announced_after_a_block_on() {
     for engine in ENGINES {
         let thread = thread(engine);
         turn_until_idle(&thread);

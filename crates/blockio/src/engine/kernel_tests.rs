@@ -65,7 +65,7 @@ impl Source for Silent {
 /// watch, because a program with its own loop waits for the descriptor next.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_watched_at_the_end_of_a_turn_is_told_to_the_kernel() {
+fn the_kernel_has_each_watch_at_the_end_of_a_turn() {
     for engine in ENGINES {
         let thread = thread(engine);
         turn_until_idle(&thread);

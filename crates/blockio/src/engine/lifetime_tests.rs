@@ -83,7 +83,7 @@ impl Drop for DropUsesIo {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn memory_that_nobody_waits_for_may_use_the_io_thread_when_it_goes() {
+fn memory_of_a_dropped_op_may_use_the_io_thread_when_it_goes() {
     let file = temp_file(0x5a);
     for engine in ENGINES {
         let config = IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() };
@@ -103,7 +103,7 @@ fn memory_that_nobody_waits_for_may_use_the_io_thread_when_it_goes() {
 /// A submission thread takes entries later, and they name files by an index.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_that_nobody_waits_for_goes_to_its_own_disk() {
+fn a_dropped_write_goes_to_its_own_disk() {
     let (a, b) = (temp_file(0), temp_file(0));
     let (source_a, source_b) = (open(&a), open(&b));
     for sqpoll in [true, false] {

@@ -73,7 +73,7 @@ fn a_waker_used_on_another_thread_wakes_its_task() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn block_on_hears_of_what_a_waker_tells() {
+fn block_on_is_woken_by_its_waker() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let thread = thread(engine);
         // If the wake is lost, this timer ends the sleep and sets the flag.
@@ -119,7 +119,7 @@ fn wait_for_sleep(thread: rustix::process::Pid) {
 /// Completions make the descriptor readable while the program waits for it.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn who_embeds_a_loop_is_woken_by_completions() {
+fn an_embedded_loop_is_woken_by_completions() {
     for sqpoll in [false, true] {
         let engine = EngineConfig::IoUring { sqpoll, iopoll: false };
         let config = IoThreadConfig { engine, depth: 64, embedded: true, ..Default::default() };
@@ -159,7 +159,7 @@ fn who_embeds_a_loop_is_woken_by_completions() {
 /// Other threads post while the program waits for the descriptor, or is about to.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn who_embeds_a_loop_is_woken_by_what_is_posted() {
+fn an_embedded_loop_is_woken_by_posts() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         let config = IoThreadConfig {
             engine: engine.into(),
@@ -211,7 +211,7 @@ fn all_posts_between_two_sleeps_share_a_wake() {
 /// An op that stays unanswered, on a loop that waits for nothing on its own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn who_embeds_a_loop_is_told_when_to_look_for_late_ops() {
+fn an_embedded_loop_states_the_time_to_check_for_late_ops() {
     let thread = thread(EngineKind::IoUring);
     assert_eq!(thread.deadline(), None, "there is nothing to look for");
     let (reader, writer) = rustix::pipe::pipe().unwrap();

@@ -304,7 +304,7 @@ mod tests {
     /// thread wakes for that job.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_thread_that_times_out_takes_the_job_that_came_meanwhile() {
+    fn a_thread_that_times_out_takes_the_job_that_has_just_come() {
         let mut pool = Pool::new(new_mailbox());
         pool.idle_time = Duration::from_millis(20);
         let pool = Arc::new(pool);

@@ -99,7 +99,7 @@ fn every_foreign_wake_is_seen() {
 /// At most one post wakes the loop for each time that it armed the mailbox, regardless of the
 /// number and kind of posts. At first the mailbox is armed.
 #[test]
-fn those_who_post_share_a_wake() {
+fn posts_share_a_wake() {
     const POSTERS: u32 = 3 * SCALE;
 
     explore(|| {
@@ -135,7 +135,7 @@ fn those_who_post_share_a_wake() {
 }
 
 #[test]
-fn what_was_posted_before_the_close_is_not_lost() {
+fn posts_before_the_close_are_not_lost() {
     explore(|| {
         let wakes = new_mailbox();
         let posters: Vec<_> = (0..2 * SCALE)
@@ -264,7 +264,7 @@ fn every_op_of_the_pool_completes_once() {
 }
 
 #[test]
-fn threads_that_are_idle_take_what_comes_next() {
+fn idle_threads_take_the_next_job() {
     explore(|| {
         let mut user = PoolUser::new();
         for round in 0..2 * SCALE {

@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn what_cannot_be_polled_for_is_known_at_once_or_learnt() {
+    fn a_file_without_polling_is_known_at_once_or_later() {
         let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let open =
             |flags| File::options().read(true).custom_flags(flags).open(temp.path()).unwrap();

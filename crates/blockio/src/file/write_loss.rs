@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_is_remembered_and_what_is_none_is_not() {
+    fn only_a_loss_is_remembered() {
         let mut scene = Scene::new();
         for errno in [libc::EINTR, libc::EAGAIN, libc::EINVAL, libc::EOPNOTSUPP] {
             scene.write();
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_fua_write_is_a_loss_only_of_what_no_flush_has_covered() {
+    fn a_failed_fua_write_is_a_loss_only_of_data_without_a_flush() {
         for errno in [libc::EIO, libc::ENOSPC] {
             let mut scene = Scene::new();
             assert!(!scene.run(FUA_WRITE, 0) && !scene.run(FUA_WRITE, errno));
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_waits_for_those_that_were_in_the_kernel_with_it_and_no_longer() {
+    fn a_flush_waits_only_for_flushes_that_were_in_the_kernel_with_it() {
         for order in [[0, 2], [2, 0]] {
             let mut scene = Scene::new();
             let wakes = Arc::new(Wakes::default());

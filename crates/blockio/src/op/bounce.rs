@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_wait_in_order_and_who_goes_away_is_passed_over() {
+    fn pieces_wait_in_order_and_dropped_ones_are_skipped() {
         let thread = thread(128 * KIB);
         let io = thread.io();
         let share = io.shared.bounce_budget.share(&file());

@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn memory_stays_until_the_completion_though_nobody_waits() {
+    fn memory_of_a_dropped_future_stays_until_the_completion() {
         let thread = new_thread(EngineKind::Threads);
         let (buffers, gone) = watched_buffers();
         let (op, completer) = thread.io().foreign_op(buffers);

@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_that_pay_make_up_for_those_that_do_not() {
+    fn waits_that_pay_make_up_for_waits_that_do_not() {
         for (good, pays) in [(3, false), (15, true)] {
             let window = PollWindow::new(MAX, 100, Instant::now());
             let mut polled = 0;

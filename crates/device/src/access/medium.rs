@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_have_waited_go_on_before_another_takes_the_medium() {
+    fn waiting_users_pass_before_another_takes_the_medium() {
         let medium = Medium::default();
         assert!(Somebody::new(medium.take(anyway)).has_resumed() && medium.is_taken());
         let mut passes = [(); 2].map(|()| Somebody::new(medium.pass(anyway)));
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_those_who_have_gone() {
+    fn dropped_users_are_not_waited_for() {
         let medium = Medium::default();
         assert!(Somebody::new(medium.take(anyway)).has_resumed());
         let mut pass = Somebody::new(medium.pass(anyway));

@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_aborts_tasks_waits_until_they_have_ended() {
+    fn an_abort_waits_until_its_tasks_have_ended() {
         let tasks = Tasks::new(0);
         let [one, two, three] = [(UNIT, 1), (UNIT, 2), (OTHER, 1)]
             .map(|(unit, tag)| begin_at(&tasks, (unit, None), tag, 1));
@@ -574,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_that_nobody_has_popped_are_meant_and_later_ones_are_not() {
+    fn unpopped_chains_are_covered_and_later_ones_are_not() {
         let tasks = Tasks::new(0xffff);
         let (waiting, token) = WaitGroup::new();
         tasks.cover(TaskSelector::Task(UNIT, 7), Treatment::Abort(Abort::Reset), 2, token);
@@ -594,7 +594,7 @@ mod tests {
 
     /// A notified wait may answer on another thread at once.
     #[test]
-    fn what_has_ended_is_shown_before_those_are_told_who_wait_for_it() {
+    fn an_ended_task_is_shown_before_its_waiters_are_notified() {
         let next_is_a_task = |tasks: &Tasks, publish: &dyn Fn()| {
             tasks.begin(1, (OTHER, None), 1, 2, publish).unwrap();
         };
@@ -638,7 +638,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_with_tasks_of_a_unit_is_nothing_to_its_successor() {
+    fn an_abort_of_a_unit_spares_the_tasks_of_its_successor() {
         let tasks = Tasks::new(0);
         let [before, after] = [*NUMBER, UnitNumber::next()].map(Some);
         let [one, two] = [before, after].map(|unit| begin_at(&tasks, (UNIT, unit), 1, 1));
@@ -668,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn who_only_asks_does_not_wait_and_a_queue_that_goes_is_not_waited_for() {
+    fn a_count_does_not_wait_and_an_ended_queue_is_not_waited_for() {
         let tasks = Tasks::new(0);
         begin(&tasks, 1, 1);
         let (waiting, token) = WaitGroup::new();

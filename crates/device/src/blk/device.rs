@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_negotiated_can_be_taken_again() {
+    fn negotiated_features_can_be_taken_again() {
         let device = device();
         let wanted = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
         device.set_features(wanted).unwrap();
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_of_which_nobody_knows_what_it_had_is_reported() {
+    fn a_queue_with_an_unknown_account_is_reported() {
         let mut scene = Scene::new();
         let mut heard = |in_order, next_avail, is_handed_over| {
             scene.next_avail = next_avail;

@@ -697,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_left_in_the_inflight_region_and_done_by_whoever_comes_next() {
+    fn waiting_requests_stay_in_the_inflight_region_for_the_next_process() {
         let mut scene = Scene::new();
         scene.mark_requests();
         let source = slow_null();
@@ -728,7 +728,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_leaves_what_waits_waits_for_what_the_kernel_has() {
+    fn a_queue_that_leaves_waiting_requests_waits_for_ops_in_the_kernel() {
         let mut scene = Scene::new();
         scene.mark_requests();
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -817,7 +817,7 @@ mod tests {
 
     /// A guest sees no error if the process continues or leaves its queues to another process.
     #[test]
-    fn a_device_that_ends_gives_up_what_is_left_of_a_giant_request() {
+    fn a_device_that_ends_drops_the_rest_of_a_giant_request() {
         const BUFFERS: u64 = 50;
         for (request, kind, is_given_up) in [
             (VIRTIO_BLK_T_IN, StopKind::DriverGone, true),
@@ -839,7 +839,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_for_limits_begins_where_it_cannot_be_left() {
+    fn limited_requests_begin_if_they_cannot_be_left() {
         for kind in [StopKind::Final, StopKind::Pause, StopKind::KeepInflight] {
             let mut scene = Scene::new();
             let device = Device::blk(slow_null(), BlkOptions::default(), scene.events.clone());
@@ -850,7 +850,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_was_to_leave_what_waits_can_be_told_to_go_on() {
+    fn a_queue_that_was_to_leave_waiting_requests_can_resume() {
         for is_marked in [false, true] {
             let mut scene = Scene::new();
             if is_marked {
@@ -930,7 +930,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_requests_finished_waits_for_those_that_have_begun_and_no_others() {
+    fn a_cut_waits_only_for_requests_that_have_begun() {
         let mut scene = Scene::new();
         let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();
         let device = Device::blk(source, BlkOptions::default(), scene.events.clone());
@@ -957,7 +957,7 @@ mod tests {
     }
 
     #[test]
-    fn who_raises_a_fence_does_not_wait_for_requests_that_pass_it_later() {
+    fn a_fence_does_not_wait_for_requests_that_pass_it_later() {
         for request in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, 99] {
             let mut scene = Scene::new();
             let source = DiskSource::null(SECTORS * SECTOR_BYTES, &DiskOptions::default()).unwrap();

@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_ends_what_was_learnt() {
+    fn a_pause_resets_the_measurements() {
         let mut scene = Scene::new(64, 30_000, 0);
         scene.rate(10_000);
         let learnt = scene.batching.lead;
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_every_run_takes_something_and_nothing_grows_for_ever() {
+    fn every_run_takes_chains_and_stays_bounded_for_any_input() {
         let mut random = 1_u64;
         let mut below = |bound: u16| -> u16 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

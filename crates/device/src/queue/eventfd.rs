@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn what_is_no_eventfd_is_an_error() {
+    fn a_descriptor_of_another_kind_is_an_error() {
         let adder = EventfdAdder::new().unwrap();
         let (_reader, writer) = rustix::pipe::pipe().unwrap();
         let error = adder.add_one(writer.as_fd()).unwrap_err();

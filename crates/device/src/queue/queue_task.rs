@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_waits_for_what_was_popped_and_for_nothing_else() {
+    fn a_stop_waits_for_popped_requests_only() {
         let mut scene = Scene::new();
         let gate = Rc::new(Gate::default());
         let handle = scene.start(Gated(Rc::clone(&gate)));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn who_raises_a_fence_waits_for_the_requests_that_have_begun() {
+    fn a_fence_waits_for_requests_that_have_begun() {
         let mut scene = Scene::new();
         let gate = Rc::new(Gate::default());
         let handle = scene.start(Gated(Rc::clone(&gate)));
@@ -480,7 +480,7 @@ mod tests {
 
     /// Its chains may wait for ever, and stay in the region where that is possible.
     #[test]
-    fn a_queue_that_is_to_stop_takes_what_an_earlier_process_had_though_its_lists_are_full() {
+    fn a_queue_that_is_to_stop_takes_inherited_requests_though_its_lists_are_full() {
         let mut scene = Scene::new();
         for _ in 0..3 {
             scene.offer_without_kick(&[Desc::writable(DATA, 8); 20]);
@@ -500,7 +500,7 @@ mod tests {
 
     /// The next start finds none of these chains in the avail ring.
     #[test]
-    fn a_queue_does_not_stop_before_it_has_done_what_an_earlier_process_had_taken() {
+    fn a_queue_does_not_stop_before_it_has_done_inherited_requests() {
         let mut scene = Scene::new();
         let heads: Vec<u32> = (0..30).map(|_| scene.offer_without_kick(&buffer()).into()).collect();
         take_elsewhere(&mut scene);
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_whose_ring_is_bad_says_so_and_stops_when_it_is_told() {
+    fn a_queue_with_a_bad_ring_reports_it_and_stops_on_request() {
         // The avail idx shows more chains than the ring has room for, or one was taken back.
         [1000, 0].into_iter().for_each(check_that_a_bad_ring_is_told);
     }

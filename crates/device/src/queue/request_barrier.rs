@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_requests_does_not_wait_for_those_that_wait_for_it() {
+    fn a_wait_for_requests_excludes_requests_that_wait_for_it() {
         let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
         let is_kept = || Rc::strong_count(&token) > 1;
         barrier.add_waiting(1);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_requests_does_not_wait_for_those_that_begin_later() {
+    fn a_wait_for_requests_excludes_later_ones() {
         let barrier = RequestBarrier::default();
         let tokens = [(); 2].map(|()| Rc::new(()));
         let are_kept = || tokens.each_ref().map(|token| Rc::strong_count(token) > 1);
@@ -162,7 +162,7 @@ mod tests {
 
     /// Two chains of a driver that breaks the rules have the same head.
     #[test]
-    fn nobody_waits_for_less_because_a_head_is_used_twice() {
+    fn a_reused_head_shortens_no_wait() {
         let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
         barrier.add_token(Box::new(Rc::clone(&token)), 1);
         barrier.begin(5);

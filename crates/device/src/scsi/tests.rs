@@ -281,7 +281,7 @@ fn data_that_does_not_fit_is_told_by_residuals_and_overruns() {
 }
 
 #[test]
-fn what_is_out_of_range_or_not_allowed_has_its_sense() {
+fn ranges_and_commands_that_are_refused_have_their_sense() {
     let mut initiator = Initiator::new();
     let end = u32::try_from(BLOCKS).unwrap();
     for cdb in [

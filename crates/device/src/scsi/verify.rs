@@ -241,7 +241,7 @@ mod tests {
     use crate::unit_address::UnitAddress;
 
     #[test]
-    fn what_takes_long_ends_soon_when_its_task_is_aborted() {
+    fn a_long_verify_ends_soon_when_its_task_is_aborted() {
         // The file system of the sources has direct I/O, which does not complete at once.
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let bytes = 16 << 20;
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn others_run_between_pieces_of_what_waits_for_nothing() {
+    fn other_tasks_run_between_the_pieces_of_a_verify() {
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let bytes = (12 << 20) + 512;
         let source = DiskSource::null(bytes, &DiskOptions::default()).unwrap();

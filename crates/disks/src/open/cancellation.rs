@@ -145,7 +145,7 @@ mod tests {
 
     /// Disks that hang are tested with servers that do not answer.
     #[test]
-    fn what_answers_may_take_long() {
+    fn a_disk_that_answers_may_take_long() {
         let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let read = with_hang_timeout(Duration::ZERO, |token| {
             token.while_reading(&disk, || {

@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_taken_over_once_and_only_if_nobody_has_it() {
+    fn a_free_number_is_taken_over_once() {
         let (socket, _peer) = UnixStream::pair().unwrap();
         // A descriptor that this process has opened.
         assert!(take_over(socket.as_raw_fd()).is_err());

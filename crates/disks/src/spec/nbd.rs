@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_export_is_refused() {
+    fn a_name_without_an_export_is_refused() {
         for (bad, expected) in [
             ("nbd", "needs a server"),
             ("nbd:storage", "not a URI; instead of nbd:HOST:PORT, write nbd://"),

@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_grows_is_found_among_the_disks() {
+    fn a_grown_disk_is_found_among_the_disks() {
         let blk = json!({ "disks": [{ "size-bytes": 512 }] });
         let scsi = json!({ "disks": [
             { "target": 0, "lun": 1, "size-bytes": 512 },

@@ -370,7 +370,7 @@ b\\u{1b}  scsi    stopping  1 MiB  late   no front-end  0
     }
 
     #[test]
-    fn a_disk_is_shown_with_its_state_and_what_it_is_made_of() {
+    fn a_disk_is_shown_with_its_state_and_its_layers() {
         let shown = disks(&json!([
             { "size-bytes": 1 << 20, "state": "away", "state-seconds": 7, "remark": "0 of 2",
               "waiting": "held", "direct": false, "chain": ["raw all bytes from 512", "file /a"],

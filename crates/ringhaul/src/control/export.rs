@@ -645,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_is_left_what_its_front_end_has() {
+    fn an_export_keeps_the_descriptors_of_its_front_end() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let export = Scene::new(Endpoint::Connection(ours)).export();
         let held: Vec<_> = (0..100).map(|_| export.setup.examiner.hold()).collect();

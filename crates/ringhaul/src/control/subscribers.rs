@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_read_is_dropped_and_others_go_on() {
+    fn a_subscriber_that_does_not_read_is_dropped_alone() {
         let subscribers = Subscribers::default();
         subscribers.report(event("early", EventDetails::Added));
         let (_slow, queued) = subscribers.subscribe();

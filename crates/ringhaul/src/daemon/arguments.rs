@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_says_of_the_log_counts_unless_the_command_line_does() {
+    fn the_command_line_overrides_the_log_options_of_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config");
         std::fs::write(&path, "log = 'debug'\nlog-format = 'json'").unwrap();

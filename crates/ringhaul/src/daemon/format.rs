@@ -131,7 +131,7 @@ mod tests {
 
     /// A failure means that another version would not understand this one: raise [`FORMAT`].
     #[test]
-    fn the_formats_are_those_of_the_stored_samples() {
+    fn the_formats_match_the_stored_samples() {
         for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_4, WITHOUT_DEBTS)] {
             let (description, stored): (Description, _) = parsed(sample, "description");
             assert_eq!(serde_json::to_value(description).unwrap(), stored);

@@ -422,7 +422,7 @@ mod tests {
         r#"{"endpoint": {"path": "/a"}, "device": {"blk": {"null": {"size-bytes": 512}}}}"#;
 
     #[test]
-    fn what_differs_is_changed_if_it_can_be() {
+    fn differences_become_changes_where_possible() {
         let scsi = |units: &str| {
             format!(r#"{{"endpoint": {{"path": "/b"}}, "device": {{"scsi": [{units}]}}}}"#)
         };
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_change_keeps_nothing_else_from_changing() {
+    fn an_impossible_change_blocks_no_other_change() {
         let changes = |before: &str, after: &str| {
             let changes = differences(&exports(&[before]), &exports(&[after]));
             let kept = changes.iter().filter_map(|(_, change)| match change {
@@ -652,7 +652,7 @@ mod tests {
     const NULL: &str = "{ null = { size-bytes = 512 } }";
 
     #[test]
-    fn what_is_not_served_in_the_end_is_added_again() {
+    fn an_export_that_is_not_served_is_added_again() {
         let both = blk("served") + &blk("late");
         // The disk of the second export could not be opened.
         let mut scene = Scene::new(&both, |config| config.exports[..1].to_vec());
@@ -661,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_put_in_its_place_is_left_alone() {
+    fn an_export_of_a_command_in_its_place_stays() {
         let file = blk("a");
         let mut scene = Scene::new(&file, |config| config.exports.clone());
         scene.daemon.handle(Command::Remove(Removal::new("a"))).unwrap();
@@ -675,7 +675,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_failed_is_tried_again_and_nothing_else() {
+    fn only_failed_changes_are_tried_again() {
         let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
         let file = "{ file = \"FOLDER/disk\" }";
         let wanted = scsi(&(unit(0, NULL) + &unit(1, NULL) + &unit(2, file)));
@@ -695,7 +695,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_added_is_left_alone_when_a_change_has_failed_in_part() {
+    fn a_unit_of_a_command_stays_when_a_change_fails_in_part() {
         let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
         scene.add_unit(r#"{"lun": 7, "disk": {"null": {"size-bytes": 512}}}"#);
         let (larger, file) = (NULL.replace("512", "1024"), "{ file = \"FOLDER/none\" }");
@@ -726,7 +726,7 @@ mod tests {
     }
 
     #[test]
-    fn only_null_disks_are_the_same_whatever_their_sizes() {
+    fn only_null_disks_are_the_same_with_any_size() {
         let export = |disk: &str| {
             let mut export = exports(&[BLK]).remove("/a").unwrap();
             export.device = DeviceSpec::Blk(DiskSpec::parse(disk).unwrap());
@@ -759,7 +759,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_file_says_holds_whatever_was_set() {
+    fn the_file_overrides_settings_of_commands() {
         let mut scene = Scene::new("poll-max-us = 7\n", |_| Vec::new());
         assert_eq!(scene.poll_max_us(Some(9)), 9);
         scene.reload("poll-max-us = 7\n");

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_finds_no_room_is_counted_and_told_of_in_its_place() {
+    fn lines_without_room_are_counted_in_their_place() {
         let (queue, allow, lines) = queue();
         let long = vec![b'x'; QUEUE_BYTES / 4];
         queue.push(b"first");

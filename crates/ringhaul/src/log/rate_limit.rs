@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_left_out_is_told_once_a_minute_without_a_line() {
+    fn omitted_lines_are_reported_once_a_minute() {
         let limit = RateLimit::default();
         let start = Instant::now();
         assert_eq!(limit.left_out_at(start), None);

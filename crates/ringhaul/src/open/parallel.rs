@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_hang_hold_up_no_other() {
+    fn disks_that_hang_delay_no_other() {
         let count = std::thread::available_parallelism().map_or(1, usize::from) + 3;
         let all = Arc::new(Barrier::new(count + 1));
         let gate = Arc::clone(&all);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_wait_give_their_threads_back() {
+    fn disks_that_wait_give_their_threads_back() {
         let count = 100;
         let all = Arc::new(Barrier::new(count + 1));
         let gate = Arc::clone(&all);

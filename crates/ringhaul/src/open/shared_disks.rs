@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn exports_share_what_belongs_to_their_disk_while_one_has_it() {
+    fn exports_share_the_access_to_their_disk_while_one_has_it() {
         let shared_disks = SharedDisks::default();
         let of = |disk: &DiskSource| shared_disks.access(disk).unwrap();
         let (a, b) = (new_file(), new_file());
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_overlap_are_refused_unless_nobody_writes() {
+    fn parts_that_overlap_are_refused_if_one_is_writable() {
         let a = new_file();
         let part = |offset: u64, size: Option<u64>, read_only| {
             let size = size.map(|size| size * MIB);

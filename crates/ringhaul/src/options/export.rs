@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_has_its_own_options_and_those_of_all() {
+    fn an_export_has_its_own_options_and_the_common_ones() {
         let all = exports(&[
             "--num-queues",
             "2",

@@ -301,7 +301,7 @@ mod tests {
 
     /// A caller retries an upgrade only after an error that may pass in a moment.
     #[test]
-    fn what_may_succeed_in_a_moment_is_told_from_what_will_not() {
+    fn errors_that_may_pass_differ_from_errors_that_stay() {
         use CommandError::*;
         let (vm, place) = (|| "vm".to_owned(), UnitPlace { target: 0, lun: 1 });
         let why = || anyhow::anyhow!("why");

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_is_the_same_after_a_restart_and_nobody_else() {
+    fn a_lease_id_is_the_same_after_a_restart_and_unique() {
         let scene = tempfile::tempdir().unwrap();
         let folder = scene.path().join("run");
         std::fs::create_dir(&folder).unwrap();

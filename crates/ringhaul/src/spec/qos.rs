@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_to_other_rules_leaves_nothing_of_those_before() {
+    fn a_change_to_other_rules_keeps_no_earlier_rule() {
         let rules = |words| QosSpec { limits: spec(words).unwrap(), ..QosSpec::default() };
         let all =
             ["", "iops-total=3", "bps-read=4K iops-total=7", "group=a", "group=b iops-read=1"];

@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_served_is_one_line() {
+    fn the_served_requests_are_one_line() {
         let mut served = Served::default();
         let nothing =
             "requests: 0 reads, 0 writes, 0 flushes, 0 discards, 0 write-zeroes, 0 others";

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_old_process_passes_on_is_heeded() {
+    fn requests_that_the_old_process_passes_on_are_heeded() {
         let (new, old) = UnixStream::pair().unwrap();
         let (heeds, heeded) = mpsc::channel();
         let heed = move |what| heeds.send(what).unwrap();

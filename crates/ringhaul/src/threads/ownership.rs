@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_learns_who_goes_on() {
+    fn waiting_requests_learn_which_process_resumes() {
         let ownership = Arc::new(Ownership::default());
         let (asked, begun) = mpsc::channel();
         let ask = |number: u32| {

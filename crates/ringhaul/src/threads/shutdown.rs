@@ -156,7 +156,7 @@ mod tests {
 
     /// Any number of requests from any cause: after a takeover the new process is the one to end.
     #[test]
-    fn what_comes_too_late_is_passed_on() {
+    fn late_requests_are_passed_on() {
         use EndCause::{Predecessor, Sighup, Sigterm};
         for (causes, passed_on) in [
             (&[][..], 0),
@@ -184,7 +184,7 @@ mod tests {
 
     /// Two requests may arrive at once, and nothing is left behind in that case.
     #[test]
-    fn two_requests_at_once_end_what_is_idle() {
+    fn two_requests_at_once_end_an_idle_process() {
         let (sender, events) = mpsc::channel();
         let ended = sender.clone();
         let control = Control::start(move || drop(ended.send(Event::Ended))).unwrap();

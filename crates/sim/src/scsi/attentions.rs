@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_comes_first_and_clears_what_was_there() {
+    fn a_reset_comes_first_and_clears_earlier_attentions() {
         let mut attentions = Attentions::default();
         attentions.raise(CAPACITY_CHANGED, 10);
         let id = attentions.expect(UNIT_RESET, 20);

@@ -358,7 +358,7 @@ fn messages_of_features_that_were_not_negotiated() {
 }
 
 #[test]
-fn a_queue_runs_when_all_has_been_said_in_whatever_order() {
+fn a_queue_runs_after_all_messages_in_any_order() {
     use Request::*;
     let place = addresses(USER_ADDR + 0x8000);
     let say = |scene: &mut Scene, step: usize| {

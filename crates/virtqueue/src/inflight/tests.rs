@@ -227,7 +227,7 @@ fn an_account_says_where_to_continue() {
 }
 
 #[test]
-fn an_account_of_another_ring_is_begun_anew() {
+fn an_account_of_another_ring_is_replaced() {
     // The driver has set up the ring again, from the start or at a later entry.
     for (used_idx, avail_idx) in [(0, 0), (0, 1), (900, 901), (1, 1)] {
         let world = fresh();
@@ -245,7 +245,7 @@ fn an_account_of_another_ring_is_begun_anew() {
 
 /// Some of its old marks are left, and are those of no request.
 #[test]
-fn an_account_that_was_half_begun_anew_has_no_requests() {
+fn a_half_replaced_account_has_no_requests() {
     for (used_idx, ahead) in (0..12).flat_map(|used| [0, 1, 2].map(|ahead| (used, ahead))) {
         let of_other_ring = || {
             let world = fresh();

@@ -119,7 +119,7 @@ fn queues_of_one_disk_on_two_threads_have_equal_shares() {
 }
 
 #[test]
-fn the_disks_of_a_group_have_equal_shares_whatever_their_queues() {
+fn the_disks_of_a_group_have_equal_shares_with_any_queues() {
     let scene = scene(EngineKind::Threads, 2);
     let (one, many) = (null(), null());
     let group = LimitGroup::default();
@@ -255,7 +255,7 @@ fn zeroes_count_by_their_bytes_as_other_writes_do() {
 
 /// A request of one disk in a group waits for half a minute; its disk leaves after a second.
 #[test]
-fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
+fn a_disk_that_leaves_its_group_gives_back_the_share_of_its_request() {
     let scene = scene(EngineKind::Threads, 5);
     let (leaves, stays) = (null(), null());
     let group = LimitGroup::default();
@@ -282,7 +282,7 @@ fn a_disk_that_leaves_its_group_gives_back_what_its_request_has_taken() {
 
 /// A queue that is filled and stopped, again and again.
 #[test]
-fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
+fn later_requests_wait_for_requests_that_begin_with_a_stop() {
     let scene = scene(EngineKind::Threads, 4);
     let group = LimitGroup::default();
     for (own, shared) in [(requests(100), Limits::default()), (requests(5000), requests(100))] {
@@ -320,7 +320,7 @@ fn what_begins_because_its_queue_stops_is_waited_for_by_what_comes_later() {
 
 /// The case of a queue that leaves its requests to another process.
 #[test]
-fn what_stays_at_a_gate_that_is_shut_holds_up_nobody_and_has_taken_nothing() {
+fn requests_at_a_shut_gate_delay_no_disk_and_have_no_share() {
     let scene = scene(EngineKind::Threads, 5);
     let (disk, group) = (null(), LimitGroup::default());
     disk.set_limits(&requests(1000)).unwrap();

@@ -231,7 +231,7 @@ fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
 
 /// The tokens that a cancelled request has taken go to later requests.
 #[test]
-fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
+fn a_request_that_ends_while_it_waits_gives_back_its_share() {
     let scene = scene(EngineKind::Threads, 7);
     // Bytes per second of the disk and of its group. With both, the request waits for its group.
     for (own, of_group) in [(Some(512), None), (None, Some(512)), (Some(8192), Some(512))] {
@@ -268,7 +268,7 @@ fn a_request_that_ends_while_it_waits_gives_back_what_it_has_taken() {
 }
 
 #[test]
-fn what_has_changed_while_a_request_waited_is_looked_at_before_it_goes_on() {
+fn a_request_checks_for_changes_before_it_resumes() {
     for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
         let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
         assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));

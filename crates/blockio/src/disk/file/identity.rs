@@ -99,7 +99,7 @@ mod tests {
     /// were found in another order.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_file_is_the_same_whatever_the_number_of_its_device() {
+    fn a_file_is_the_same_under_another_device_number() {
         for (kind, bytes) in [("ext4", 16 << 20), ("xfs", 400 << 20)] {
             let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
             image.as_file().set_len(bytes).unwrap();

@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_user_keeps_away_nobody_but_himself() {
+    fn a_user_excludes_only_its_own_opens() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let open = || File::open(named.path()).unwrap();
         let (first, second) = (open(), open());
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_in_use_is_tried_once_by_those_who_ask_for_that() {
+    fn a_disk_in_use_is_tried_once_on_request() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let mut tries = 0;
         let refused = retry_open(named.path(), true, || {

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn who_touches_the_same_block_waits_in_order() {
+    fn writes_to_the_same_block_wait_in_order() {
         let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
         let claim = |offset, len| -> Waiting<'_> { Box::pin(blocks.claim(offset, len)) };
         let first = poll(&mut claim(512, 512), &wakes).unwrap();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_away_is_waited_for_no_more() {
+    fn a_dropped_write_is_not_waited_for() {
         let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
         let first = poll(&mut (Box::pin(blocks.claim(0, 512)) as Waiting<'_>), &wakes).unwrap();
         let mut gone: Waiting<'_> = Box::pin(blocks.claim(0, 8192));

@@ -432,7 +432,7 @@ mod tests {
     /// A name may be exchanged between its check and its opening.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn the_opening_of_a_file_checks_what_it_has_opened() {
+    fn the_opening_of_a_file_checks_the_opened_file() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("folder");
         std::fs::create_dir(&folder).unwrap();

@@ -98,7 +98,7 @@ mod tests {
 
     /// Reads of parts, zeroes and pieces by two queues of a disk.
     #[test]
-    fn a_round_moves_a_bounded_number_of_bytes_whatever_the_number_of_commands() {
+    fn a_round_moves_a_bounded_number_of_bytes_for_any_number_of_commands() {
         const COMMANDS: u64 = 40;
         let thread = thread();
         let source = null();

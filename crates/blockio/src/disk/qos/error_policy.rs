@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_double_and_what_is_held_briefly_is_reported_in_the_end() {
+    fn pauses_double_and_a_briefly_held_request_is_reported_in_the_end() {
         let (retry_stats, start) = (RetryStats::default(), Instant::now());
         let mut tries = RetryState::new(&retry_stats);
         let mut now = start;

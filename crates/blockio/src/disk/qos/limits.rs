@@ -255,7 +255,7 @@ mod tests {
     const MILLISECOND: Duration = Duration::from_millis(1);
 
     #[test]
-    fn what_does_not_begin_takes_nothing() {
+    fn requests_that_do_not_begin_take_nothing() {
         let start = Instant::now();
         let buckets = Buckets::new(&of_requests(rate(10)), start);
         for _ in 0..100 {

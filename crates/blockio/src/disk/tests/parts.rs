@@ -47,7 +47,7 @@ fn parts_are_read_into_memory_of_the_budget() {
 /// written.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_write_that_fails_says_what_it_has_not_written() {
+fn a_failed_write_reports_its_unwritten_part() {
     const END: u64 = 4096;
     for setup in SETUPS {
         for lead in [0, 512] {

@@ -45,7 +45,7 @@ fn no_op_is_larger_than_the_bound_and_no_byte_is_lost() {
 /// The caller learns the first byte that it does not have, also beyond the first step.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_long_read_that_fails_halfway_has_what_came_before() {
+fn a_long_read_that_fails_halfway_has_its_first_part() {
     const CUT: usize = 6 << 20;
     for (engine, _) in SETUPS {
         let file = temp_file(LARGE as u64);
@@ -66,7 +66,7 @@ fn a_long_read_that_fails_halfway_has_what_came_before() {
 /// Small requests come between the pieces of a large one.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn what_is_ready_comes_between_the_pieces() {
+fn ready_requests_come_between_the_pieces() {
     for (engine, _) in SETUPS {
         let (large, small) = (temp_file(LARGE as u64), temp_file(MIB));
         let thread = thread(engine);

@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_loaded() {
+    fn saved_reservations_are_loaded() {
         let (directory, path) = directory();
         let (mut file, registry) = StateFile::load(path.clone()).unwrap();
         assert_eq!(registry, Registry::default());
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_need_not_persist_is_in_no_file() {
+    fn only_persistent_reservations_are_in_a_file() {
         let (directory, path) = directory();
         let (mut file, _) = StateFile::load(path.clone()).unwrap();
         let mut volatile = with(None);

@@ -194,7 +194,7 @@ mod tests {
 
     /// The file may be a stranger's.
     #[test]
-    fn what_lies_in_the_place_of_a_new_file_is_not_written_to() {
+    fn a_link_in_the_place_of_a_new_file_is_not_written_to() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let (secret, new) = (path("secret"), path("file.new"));

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn each_type_forbids_what_the_tables_say() {
+    fn each_type_forbids_the_commands_of_the_tables() {
         use ReservationType as T;
         const NONE: u8 = 0;
         const WRITES: u8 = 2;

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_say_what_is_supported_and_what_is_active() {
+    fn capabilities_state_support_and_activity() {
         let cdb = [0x5e, 2, 0, 0, 0, 0, 0, 0, 8, 0];
         let mut registry = Registry::default();
         for (persists, aptpl) in [(false, false), (true, false), (true, true)] {

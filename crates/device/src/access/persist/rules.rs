@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn who_preempts_a_holder_with_its_own_key_stays_registered() {
+    fn a_preemptor_with_the_key_of_the_holder_stays_registered() {
         let mut registry = registry(Some(6));
         registry.set_key(PORTS[1], Key::new(1).unwrap()).unwrap();
         registry.set_key(PORTS[2], Key::new(3).unwrap()).unwrap();
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_key_is_a_conflict_whatever_else_is_wrong() {
+    fn a_wrong_key_is_a_conflict_before_any_other_fault() {
         use ServiceAction as Action;
         for action in [
             Action::Register,
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_that_registers_decides_what_persists() {
+    fn the_last_registration_decides_persistence() {
         use ServiceAction as Action;
         for (action, port, key, action_key, decides) in [
             (Action::Register, 0, 1, 1, true),
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generation_counts_what_changes_registrations() {
+    fn the_generation_counts_changes_of_registrations() {
         use ServiceAction as Action;
         for (action, port, key, action_key, counts) in [
             (Action::Register, 0, 1, 1, true),

@@ -83,7 +83,7 @@ fn conflicts(nexuses: &[Attached; 3]) -> [[bool; 3]; 3] {
 }
 
 #[test]
-fn every_nexus_sees_at_once_what_it_may_do() {
+fn every_nexus_sees_its_permissions_at_once() {
     const FREE: [bool; 3] = [false; 3];
     const NO_WRITES: [bool; 3] = [false, false, true];
     const NOTHING: [bool; 3] = [false, true, true];
@@ -105,7 +105,7 @@ fn every_nexus_sees_at_once_what_it_may_do() {
 }
 
 #[test]
-fn what_is_refused_changes_nothing() {
+fn a_refused_command_changes_nothing() {
     let reservations = Arc::<Reservations>::default();
     let nexuses = three(&reservations, 0);
     send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap();
@@ -165,7 +165,7 @@ fn a_port_attaches_once() {
 }
 
 #[test]
-fn a_restart_forgets_all_but_what_is_to_persist() {
+fn a_restart_keeps_only_persistent_registrations() {
     for (bits, expected) in [(0, &[][..]), (APTPL, &[1, 2])] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.reservations");
@@ -224,7 +224,7 @@ fn exports_of_a_disk_keep_its_reservations_in_one_place() {
 
 /// A unit that cannot be added, or that was removed.
 #[test]
-fn where_reservations_are_kept_is_open_again_when_nobody_needs_them() {
+fn the_storage_of_reservations_is_open_again_without_users() {
     let directory = tempfile::tempdir().unwrap();
     let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
     let chosen = |path: &PathBuf| ReservationStorage::File(path.clone());
@@ -307,7 +307,7 @@ fn two_programs_do_not_keep_theirs_in_one_file() {
 
 /// The export was attached before the place of the reservations was chosen.
 #[test]
-fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
+fn loaded_reservations_hold_for_earlier_nexuses() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.reservations");
     let reservations = load(path.clone()).unwrap();
@@ -322,7 +322,7 @@ fn what_was_kept_holds_for_those_who_came_before_it_was_loaded() {
 }
 
 #[test]
-fn what_cannot_be_saved_is_refused() {
+fn a_command_that_cannot_be_saved_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.reservations");
     let obstacle = directory.path().join("disk.reservations.new");

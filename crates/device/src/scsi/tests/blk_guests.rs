@@ -149,7 +149,7 @@ fn guests_of_virtio_blk_wait_while_an_initiator_has_the_disk_to_itself() {
 
 /// Each device has opened the disk by itself.
 #[test]
-fn what_is_cut_off_a_disk_is_used_by_no_device_on_it() {
+fn a_cut_off_end_is_used_by_no_device_on_the_disk() {
     let mut all = three();
     let last = cdb10(0x28, 0, u32::try_from(BLOCKS).unwrap() - 1, 1);
     let held = hold(&mut all);

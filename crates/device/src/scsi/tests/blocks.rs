@@ -19,7 +19,7 @@ fn verify_compares_and_says_where_bytes_differ() {
 }
 
 #[test]
-fn write_same_and_unmap_change_what_they_name() {
+fn write_same_and_unmap_change_their_ranges() {
     let mut initiator = Initiator::new();
     initiator.good(&cdb10(0x41, 0, 0, 5), &[3; 512], 0);
     assert_eq!((initiator.on_disk(4), initiator.on_disk(5)), (vec![3; 512], vec![0; 512]));
@@ -54,7 +54,7 @@ fn only_as_much_of_an_unmap_list_counts_as_may_be_used() {
 }
 
 #[test]
-fn compare_and_write_writes_only_what_was_expected() {
+fn compare_and_write_writes_only_after_a_match() {
     let mut initiator = Initiator::new();
     let cdb = |blocks: u8| {
         let mut cdb = cdb16(0x89, 0, 3, 0);
@@ -120,7 +120,7 @@ fn all_blocks_from_one_on_are_at_least_that_one() {
 }
 
 #[test]
-fn what_is_verified_is_on_the_medium_first() {
+fn verified_data_are_on_the_medium_first() {
     let flushes = |initiator: &Initiator| initiator.scene.thread.io().stats().flush.ops.get();
     let mut initiator = Initiator::new();
     for (cdb, out, expected) in [

@@ -89,7 +89,7 @@ fn mode_pages_that_are_not_there_are_pointed_to() {
 }
 
 #[test]
-fn cdb_usage_data_have_what_is_supported_alone() {
+fn cdb_usage_data_have_only_supported_fields() {
     let mut initiator = Initiator::new();
     let mut usage = |opcode: u8| {
         initiator.good(&[0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0], &[], 256)[4..].to_vec()
@@ -109,7 +109,7 @@ fn cdb_usage_data_have_what_is_supported_alone() {
 }
 
 #[test]
-fn whoever_reads_the_list_of_luns_has_heard_that_it_changed() {
+fn reading_the_list_of_luns_clears_its_attention() {
     let mut initiator = Initiator::new();
     let luns = |report, length| [0xa0, 0, report, 0, 0, 0, 0, 0, 0, length, 0, 0];
     let missing = UnitAddress { target: 0, lun: 7 }.bytes();
@@ -147,7 +147,7 @@ fn whoever_reads_the_list_of_luns_has_heard_that_it_changed() {
 }
 
 #[test]
-fn an_attention_that_nobody_has_read_is_not_forgotten() {
+fn an_unread_attention_is_kept() {
     let mut initiator = Initiator::new();
     let request = |length| [0x03, 0, 0, 0, length, 0];
     initiator.unit().attentions.add(Sense::CAPACITY_CHANGED);
@@ -180,7 +180,7 @@ fn the_well_known_unit_has_a_few_commands_and_its_port_as_a_name() {
 }
 
 #[test]
-fn commands_that_are_longer_than_what_arrives_are_refused() {
+fn commands_that_are_longer_than_their_buffer_are_refused() {
     let mut initiator = Initiator::new();
     // `cdb_size`, which follows `sense_size`.
     initiator.device.write_config(24, &6_u32.to_le_bytes()).unwrap();

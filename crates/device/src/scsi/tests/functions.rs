@@ -53,7 +53,7 @@ impl Initiator {
 
 /// For any number of functions, and any cause of delay.
 #[test]
-fn a_function_is_about_what_came_before_it() {
+fn a_function_covers_earlier_tasks() {
     for function in [ABORT_TASK_SET, CLEAR_TASK_SET, NEXUS_RESET, UNIT_RESET] {
         let (mut all, held) = held_up();
         let mut control = Control::start(&all[0].device);
@@ -80,7 +80,7 @@ fn a_function_is_about_what_came_before_it() {
 }
 
 #[test]
-fn a_function_is_not_about_what_comes_before_its_queue_hears_of_it() {
+fn a_function_spares_tasks_that_come_before_its_queue_is_notified() {
     let (mut all, held) = held_up();
     let mut control = Control::start(&all[0].device);
     control.begin(ABORT_TASK_SET);
@@ -101,7 +101,7 @@ fn a_function_is_not_about_what_comes_before_its_queue_hears_of_it() {
 
 /// The driver knows of one unit at the address, and expects tasks from before the function to end.
 #[test]
-fn a_function_is_about_what_came_before_it_though_another_unit_is_there_when_that_is_popped() {
+fn a_function_covers_earlier_tasks_though_another_unit_is_there_when_they_are_popped() {
     for (function, ended) in [(CLEAR_TASK_SET, ABORTED), (UNIT_RESET, RESET)] {
         let mut initiator = Initiator::new();
         let mut control = Control::start(&initiator.device);
@@ -195,7 +195,7 @@ impl Wake for Witness {
 /// When drivers learn that tasks are aborted, they search for these tasks, and reuse the memory if
 /// they find none.
 #[test]
-fn a_task_is_answered_before_those_are_told_who_have_aborted_it() {
+fn a_task_is_answered_before_its_abort() {
     let mut all = three();
     let held = hold(&mut all);
     // This read waits for the disk, although its block is beyond the end.
@@ -247,7 +247,7 @@ fn a_function_does_not_say_complete_while_a_ring_is_bad() {
 
 /// The loss of a nexus does not replace news about its units.
 #[test]
-fn a_nexus_that_begins_anew_leaves_what_there_is_to_say_of_its_units() {
+fn a_reset_nexus_keeps_the_attentions_of_its_units() {
     const UNIT_WAS_RESET: [u8; 3] = [6, 0x29, 3];
     const NEXUS_LOST: [u8; 3] = [6, 0x29, 7];
     const CAPACITY_CHANGED: [u8; 3] = [6, 0x2a, 9];

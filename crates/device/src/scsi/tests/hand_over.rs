@@ -5,7 +5,7 @@ use crate::blk::config::BlkOptions;
 
 /// Initiators see no event that would not have happened anyway.
 #[test]
-fn a_device_goes_on_with_what_its_initiators_have() {
+fn a_device_resumes_with_the_state_of_its_initiators() {
     let before = Initiator::new();
     let awaited = UnitOptions { access: Arc::new(DiskAccess::for_hand_over()), ..options() };
     let mut after = before.beside(&awaited);

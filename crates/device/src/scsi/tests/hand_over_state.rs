@@ -53,7 +53,7 @@ fn mode_pages_are_as_they_were_selected() {
 }
 
 #[test]
-fn attentions_that_nobody_has_heard_are_heard_in_their_order() {
+fn pending_attentions_are_reported_in_their_order() {
     let before = Initiator::new();
     for attention in [Sense::CAPACITY_CHANGED, Sense::MODE_CHANGED, Sense::UNITS_CHANGED] {
         before.unit().attentions.add(attention);

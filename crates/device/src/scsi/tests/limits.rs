@@ -117,7 +117,7 @@ fn a_write_that_waits_while_the_cache_is_switched_off_is_stable_when_it_is_answe
 }
 
 #[test]
-fn who_wants_the_disk_does_not_wait_for_those_who_wait_for_limits() {
+fn a_task_for_the_whole_disk_does_not_wait_for_limited_tasks() {
     let mut all = throttled();
     let data = [[1; BLOCK], [7; BLOCK]].concat();
     assert_eq!(run(&mut all, 0, &compare_and_write(), &data).status, 0);
@@ -128,7 +128,7 @@ fn who_wants_the_disk_does_not_wait_for_those_who_wait_for_limits() {
 }
 
 #[test]
-fn nobody_waits_for_one_that_wants_the_medium_and_waits_for_limits() {
+fn a_limited_task_for_the_medium_delays_no_task() {
     let mut all = three();
     all[1].unit().source.set_limits(&limit(true)).unwrap();
     all[1].good(&write(), &[1; BLOCK], 0);

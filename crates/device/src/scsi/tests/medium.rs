@@ -64,7 +64,7 @@ fn held_up_of(mut all: [Initiator; 3], waits: Waits) -> ([Initiator; 3], MediumG
 
 /// The command with the medium waits too, as after a failure of its disk.
 #[test]
-fn who_waits_for_one_that_waits_itself_is_ended_by_functions() {
+fn a_task_behind_a_waiting_task_is_ended_by_functions() {
     for (function, by, response) in [
         (ABORT_TASK_SET, 1, ABORTED),
         (CLEAR_TASK_SET, 0, RESET),
@@ -208,7 +208,7 @@ fn a_queue_of_virtio_blk_that_stops_does_not_wait_for_one_that_waits_itself() {
 }
 
 #[test]
-fn a_shrink_does_not_wait_for_those_who_wait_for_one_that_waits_itself() {
+fn a_shrink_does_not_wait_for_tasks_behind_a_waiting_task() {
     const OUT_OF_RANGE: [u8; 3] = [5, 0x21, 0];
     for waits in EACH {
         let (mut all, held) = held_up(waits);

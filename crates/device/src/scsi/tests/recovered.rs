@@ -65,7 +65,7 @@ fn buffers_for_events_are_not_told_of_as_requests() {
 }
 
 #[test]
-fn what_fails_because_it_has_succeeded_before_is_said_to_be_in_doubt() {
+fn a_failure_after_an_earlier_success_is_reported_as_doubtful() {
     let mut initiator = Initiator::new();
     let compare_and_write = {
         let mut cdb = cdb16(0x89, 0, 3, 0);

@@ -56,7 +56,7 @@ fn sense_data_have_the_format_that_mode_select_chooses() {
 }
 
 #[test]
-fn commands_report_what_there_is() {
+fn commands_report_the_units() {
     let mut initiator = Initiator::new();
     let one =
         |opcode, action: u8, options| [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 1, 0, 0, 0];
@@ -98,7 +98,7 @@ fn commands_report_what_there_is() {
 }
 
 #[test]
-fn a_thick_unit_neither_has_nor_names_what_unmaps() {
+fn a_thick_unit_neither_has_nor_names_unmapping_commands() {
     let one = |opcode: u8| [0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0];
     let all = [0xa3, 0x0c, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0];
     let capacity = cdb16(0x9e, 0x10, 0, 32);

@@ -236,7 +236,7 @@ fn a_request_about_notifications_is_answered_behind_the_events() {
 }
 
 #[test]
-fn clearing_the_task_set_ends_the_tasks_of_all_and_those_of_others_hear_why() {
+fn clearing_the_task_set_ends_all_tasks_and_notifies_other_initiators() {
     let mut all = three();
     let held = hold(&mut all);
     begin_reads(&mut all[..2]);
@@ -248,7 +248,7 @@ fn clearing_the_task_set_ends_the_tasks_of_all_and_those_of_others_hear_why() {
 }
 
 #[test]
-fn what_an_initiator_does_with_its_own_tasks_is_nothing_to_others() {
+fn aborts_of_own_tasks_notify_no_other_initiator() {
     for (function, response) in [(ABORT_TASK_SET, ABORTED), (NEXUS_RESET, RESET)] {
         let mut all = three();
         all[0].good(&STOP, &[], 0);
@@ -268,7 +268,7 @@ fn what_an_initiator_does_with_its_own_tasks_is_nothing_to_others() {
 }
 
 #[test]
-fn preempt_and_abort_ends_the_tasks_of_those_who_are_preempted() {
+fn preempt_and_abort_ends_the_tasks_of_preempted_initiators() {
     const REGISTER: u8 = 0;
     const RESERVE: u8 = 1;
     const PREEMPT_AND_ABORT: u8 = 5;
@@ -336,7 +336,7 @@ fn another_format_of_sense_data_is_told_to_others() {
 }
 
 #[test]
-fn the_write_cache_is_switched_for_all_who_have_one() {
+fn the_write_cache_is_switched_for_all_initiators_with_one() {
     let mut all = with_caches([true, true, false]);
     let caches = |all: &mut [Initiator]| [0, 1, 2].map(|place| has_cache(&mut all[place]));
     assert_eq!(caches(&mut all), [true, true, false]);
@@ -409,7 +409,7 @@ fn another_size_is_told_to_all() {
 }
 
 #[test]
-fn nobody_writes_between_the_two_halves_of_compare_and_write() {
+fn no_write_comes_between_the_two_halves_of_compare_and_write() {
     let mut all = three();
     let mut compare = cdb16(0x89, 0, 0, 0);
     compare[13] = 1;
@@ -426,7 +426,7 @@ fn nobody_writes_between_the_two_halves_of_compare_and_write() {
 }
 
 #[test]
-fn the_disk_of_a_unit_that_is_removed_is_closed_by_whoever_removed_it() {
+fn the_disk_of_a_removed_unit_is_closed_by_its_remover() {
     let disk = NamedTempFile::new().unwrap();
     disk.as_file().set_len(BLOCKS * BLOCK as u64).unwrap();
     let folder = std::fs::canonicalize(disk.path()).unwrap();

@@ -90,7 +90,7 @@ fn each_setting_holds_until_the_base_says_another_one_of_it() {
 }
 
 #[test]
-fn settings_of_the_configuration_file_end_those_of_commands() {
+fn settings_of_the_configuration_file_end_settings_of_commands() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
     let base = settings(None, 32, 20);

@@ -267,7 +267,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_change_names_what_changes() {
+    fn a_change_names_only_differences() {
         let before = spec("iops-total=100 bps-read=1M").unwrap();
         for (change, after) in [
             ("iops-total=200", "iops-total=200 bps-read=1M"),
