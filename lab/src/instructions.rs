@@ -98,13 +98,24 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Builds the example of a tree and returns the path of the program.
 fn build(tree: &Path, target: &Path, interrupt: &Interrupt) -> Result<PathBuf> {
+    let manifest = manifest_of_example(tree)?;
     let mut command = workspace::cargo();
     command.current_dir(tree).env("CARGO_TARGET_DIR", target);
-    command.args(["build", "--quiet", "--release", "--package", "ringhaul-device"]);
-    command.args(["--example", "instructions"]);
+    command.args(["build", "--quiet", "--release", "--example", "instructions"]);
+    command.arg("--manifest-path").arg(manifest);
     ManagedChild::run("cargo", &mut command, interrupt)
         .with_context(|| format!("the example does not build in {}", tree.display()))?;
     Ok(target.join("release/examples/instructions"))
+}
+
+/// Finds the crate with the example: `device`, in older revisions `ringhaul`.
+fn manifest_of_example(tree: &Path) -> Result<PathBuf> {
+    let mut folders = ["crates/device", "crates/ringhaul"].iter().map(|folder| tree.join(folder));
+    let folder = folders.find(|folder| folder.join("examples/instructions.rs").is_file());
+    let folder = folder.with_context(|| {
+        format!("{} is too old: no crate has examples/instructions.rs", tree.display())
+    })?;
+    Ok(folder.join("Cargo.toml"))
 }
 
 /// Makes `tree` a copy of a revision.
@@ -165,6 +176,22 @@ mod tests {
         );
         assert_eq!(collected("==7== Collected : 0\n"), None);
         assert_eq!(collected("no such program"), None);
+    }
+
+    #[test]
+    fn the_example_is_found_in_its_crate_of_today_and_of_old() {
+        let tree = tempfile::tempdir().unwrap();
+        let add = |folder: &str| {
+            let examples = tree.path().join(folder).join("examples");
+            std::fs::create_dir_all(&examples).unwrap();
+            std::fs::write(examples.join("instructions.rs"), "").unwrap();
+        };
+        assert!(manifest_of_example(tree.path()).is_err());
+        for folder in ["crates/ringhaul", "crates/device"] {
+            add(folder);
+            let manifest = manifest_of_example(tree.path()).unwrap();
+            assert_eq!(manifest, tree.path().join(folder).join("Cargo.toml"));
+        }
     }
 
     #[test]
