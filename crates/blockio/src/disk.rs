@@ -214,8 +214,19 @@ impl DiskSource {
     pub fn cut_off(&self, size_bytes: u64) {
         let whole = size_bytes - size_bytes % u64::from(self.info.physical_block_bytes);
         if whole < self.shared.size_bytes() {
-            self.hand_over().adopt_size(whole);
+            self.adopt_size(whole);
         }
+    }
+
+    /// Sets the size in bytes that users of the disk know, on all IoThreads, even if the file has
+    /// another size. Another process has changed the size, or has handed the disk over.
+    pub fn adopt_size(&self, size_bytes: u64) {
+        match &self.kind {
+            SourceKind::Driver(source) => source.adopt_size(size_bytes),
+            SourceKind::File(source) => source.end.invalidate(),
+            SourceKind::Null => {}
+        }
+        self.shared.set_size_bytes(size_bytes);
     }
 
     /// Checks that users can change the disk to this size.

@@ -206,7 +206,7 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     assert_eq!(source.info().size_bytes, 2 * MIB);
     // In another process the disk keeps its size, although the file was cut.
     let taken = DiskSource::raw(open_again(&file), MIB, None).unwrap();
-    taken.hand_over().adopt_size(4 * MIB);
+    taken.adopt_size(4 * MIB);
     let thread = new_thread();
     let taken = taken.attach(thread.io());
     let cut = taken.read_part(3 * MIB, 512);

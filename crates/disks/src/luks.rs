@@ -327,7 +327,7 @@ impl DriverSource for LuksSource {
     }
 
     fn adopt_size(&self, size_bytes: u64) {
-        self.below.hand_over().adopt_size(size_bytes);
+        self.below.adopt_size(size_bytes);
     }
 }
 

@@ -138,7 +138,7 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         self.local().is_some()
     }
 
-    /// Sets the size by which users know the disk from another process.
+    /// See [`DiskSource::adopt_size`](super::DiskSource::adopt_size).
     fn adopt_size(&self, size_bytes: u64);
 }
 

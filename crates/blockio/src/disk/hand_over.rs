@@ -93,8 +93,8 @@ impl<'a> DiskHandOver<'a> {
 impl DiskHandOver<'_> {
     /// Takes over an open file that another process has handed over, with its lock and with
     /// write-back errors that the kernel has yet to report. `path` is the path by which it was
-    /// opened. The disk has the file's present size; [`adopt_size`](Self::adopt_size) sets the size
-    /// that it had in that process.
+    /// opened. The disk has the file's present size; [`adopt_size`](DiskSource::adopt_size) sets
+    /// the size that it had in that process.
     ///
     /// # Errors
     ///
@@ -102,17 +102,6 @@ impl DiskHandOver<'_> {
     pub fn open(file: File, path: &Path, options: &DiskOptions) -> Result<DiskSource, Error> {
         let (file, info) = FileSource::handed_over(file, path, options)?;
         Ok(DiskSource::new(info, SourceKind::File(file)))
-    }
-
-    /// Sets the size in bytes that the disk had in the other process, even if the file has another
-    /// size now: its users were not notified of a change.
-    pub fn adopt_size(self, size_bytes: u64) {
-        match &self.0.kind {
-            SourceKind::Driver(source) => source.adopt_size(size_bytes),
-            SourceKind::File(source) => source.end.invalidate(),
-            SourceKind::Null => {}
-        }
-        self.0.shared.set_size_bytes(size_bytes);
     }
 
     /// Notes the state of the disk in the other process. Its writes may not be flushed, unless it

@@ -241,7 +241,7 @@ impl DriverSource for RawSource {
         if self.part.size_bytes.is_none()
             && let Ok(end) = self.end_of(size_bytes)
         {
-            self.below.hand_over().adopt_size(end);
+            self.below.adopt_size(end);
         }
     }
 }

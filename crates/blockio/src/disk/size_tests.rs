@@ -222,7 +222,7 @@ fn an_open_disk_can_be_handed_over() {
     // The file was cut, and the hand-over does not show it.
     file.as_file().set_len(MIB / 2).unwrap();
     let other = DiskHandOver::open(handed(), file.path(), &options).unwrap();
-    other.hand_over().adopt_size(MIB);
+    other.adopt_size(MIB);
     file.as_file().set_len(MIB).unwrap();
     assert_eq!((other.info(), other.identity()), (source.info(), source.identity()));
     assert_eq!((source.hand_over().loss(), other.hand_over().loss()), (Some(libc::EIO), None));

@@ -245,7 +245,7 @@ impl Store {
         let size = self.source.covered_bytes()?;
         let whole = size - size % u64::from(self.source.info().physical_block_bytes);
         if whole > self.bytes() {
-            self.source.hand_over().adopt_size(whole);
+            self.source.adopt_size(whole);
         }
         Ok(self.bytes())
     }

@@ -51,7 +51,8 @@ impl Daemon {
         assert!(self.process_options.set((options, control)).is_ok(), "a process is started once");
     }
 
-    fn own_start(&self) -> Result<(&ProcessOptions, Option<Arc<Endpoint>>)> {
+    /// The options and the control socket with which this process was started.
+    fn recorded_start(&self) -> Result<(&ProcessOptions, Option<Arc<Endpoint>>)> {
         let text = "the start of the daemon is not complete; try again";
         let (options, control) = self.process_options.get().context(text)?;
         Ok((options, control.as_ref().and_then(Weak::upgrade)))
@@ -66,7 +67,7 @@ impl Daemon {
         &self,
         fds: &mut PassedFds,
     ) -> Result<(ProcessOptions, Option<EndpointState>)> {
-        let (options, control) = self.own_start()?;
+        let (options, control) = self.recorded_start()?;
         let control = control.map(|endpoint| endpoint.hand_over(fds)).transpose();
         let options = ProcessOptions { changes: self.changes(), ..options.clone() };
         Ok((options, control.context("cannot hand over the control socket")?))
@@ -88,7 +89,7 @@ impl Daemon {
     ///
     /// When the start is not complete, or there is no control socket.
     pub(crate) fn started(&self) -> Result<(ProcessOptions, PathBuf)> {
-        let (options, control) = self.own_start()?;
+        let (options, control) = self.recorded_start()?;
         let path = control.as_ref().and_then(|control| control.path());
         Ok((
             options.clone(),

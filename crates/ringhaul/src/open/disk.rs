@@ -135,7 +135,7 @@ impl OpenDisk {
         if file.is_some() {
             bail!("{disk} was handed over with a superfluous descriptor");
         }
-        source.hand_over().adopt_size(size_bytes);
+        source.adopt_size(size_bytes);
         let cache = cache.unwrap_or(wanted_cache(settings));
         Ok(Self::new(disk.name(), source, Instant::now(), cache))
     }
