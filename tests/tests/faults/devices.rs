@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::daemon::{Daemon, DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
+use ringhaul_kit::daemon::{DaemonOptions, FILLED_BYTES, SECTOR_BYTES, pattern};
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service, segment};
 use ringhaul_kit::server::{Cache, Engine};
@@ -28,10 +28,6 @@ fn sector_of(byte: u64) -> u64 {
     byte / SECTOR_BYTES as u64
 }
 
-fn start_on(device: &Path, engine: Engine, cache: Cache) -> Result<Daemon> {
-    start(&options_on(device, engine, cache))
-}
-
 fn options_on(device: &Path, engine: Engine, cache: Cache) -> DaemonOptions {
     let disk = format!("file,path={}", device.display());
     DaemonOptions { cache, ..DaemonOptions::new(engine).with("--disk", &disk) }
@@ -49,7 +45,9 @@ fn a_device_that_shrinks(engine: Engine) -> Result<()> {
         fs::write(&backing, vec![0x5a; 8 << 20]).context("making a backing file")?;
         let device = LoopDevice::attach(&backing)?;
         let path = device.path().to_string_lossy().into_owned();
-        let mut daemon = start_on(device.path(), engine, cache)?;
+        // By default each write beyond the end would be held for 20 s.
+        let options = options_on(device.path(), engine, cache).with("--werror", "report");
+        let mut daemon = start(&options)?;
         let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
         let status = |frontend: &mut Frontend, kind, byte, out: &[u8], room| -> Result<u8> {
             Ok(frontend.request(0, kind, sector_of(byte), out, room)?.status)
@@ -172,7 +170,7 @@ fn discards_beside_writes_to_the_same_page(engine: Engine) -> Result<()> {
     let backing = folder.path().join("backing.img");
     File::create(&backing).and_then(|file| file.set_len(8 * MIB)).context("making a file")?;
     let device = LoopDevice::attach(&backing)?;
-    let mut daemon = start_on(device.path(), engine, Cache::Writeback)?;
+    let mut daemon = start(&options_on(device.path(), engine, Cache::Writeback))?;
     let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
     let path = device.path().to_owned();
     let is_over = std::sync::atomic::AtomicBool::new(false);
