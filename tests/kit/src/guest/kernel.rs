@@ -100,15 +100,11 @@ pub(crate) fn fetch(folder: &Path) -> Result<Kernel> {
 /// The installed kernel of User Mode Linux, whose program is `vmlinuz`.
 ///
 /// # Errors
-/// If it has no modules.
+/// If it does not run, or has no modules.
 pub(crate) fn user_mode_linux(vmlinuz: PathBuf) -> Result<Kernel> {
-    let reading = || format!("reading {UML_MODULE_FOLDER}");
-    let mut trees = Vec::new();
-    for tree in std::fs::read_dir(UML_MODULE_FOLDER).with_context(reading)? {
-        trees.push(tree.with_context(reading)?.path());
-    }
-    let tree = trees.into_iter().max().with_context(|| format!("{UML_MODULE_FOLDER} is empty"))?;
-    let release = tree.file_name().unwrap_or_default().to_string_lossy();
+    // Modules of an earlier version may be left.
+    let release = output(Command::new(&vmlinuz).arg("--version"))?;
+    let tree = Path::new(UML_MODULE_FOLDER).join(&release);
     Ok(Kernel {
         version: format!("User Mode Linux {release}"),
         vmlinuz,
