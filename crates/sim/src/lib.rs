@@ -61,12 +61,12 @@ struct Args {
     #[arg(long, conflicts_with_all = ["seeds", "first_seed"])]
     seed: Option<u64>,
 
-    /// Change a number of the plan: name=value
-    #[arg(long, requires = "seed")]
+    /// Change a number of each plan: name=value
+    #[arg(long)]
     set: Vec<String>,
 
     /// Print the plan and every step
-    #[arg(long, requires = "seed")]
+    #[arg(long, requires = "seed", conflicts_with_all = ["seeds", "first_seed"])]
     trace: bool,
 
     /// Report a failing seed without looking for a shorter run
@@ -110,11 +110,12 @@ fn execute(args: &Args) -> Result<()> {
         return run_one(seed, args);
     }
     if let Some(stride) = args.stride {
-        return workers::work(args.first_seed, args.seeds, stride);
+        return workers::work(args.first_seed, args.seeds, stride, &args.set);
     }
     let jobs = args.jobs.unwrap_or_else(processors).clamp(1, args.seeds.max(1));
+    Plan::with_settings(args.first_seed, &args.set)?;
     let start = Instant::now();
-    let ending = workers::share(args.first_seed, args.seeds, jobs)?;
+    let ending = workers::share(args.first_seed, args.seeds, jobs, &args.set)?;
     let seconds = start.elapsed().as_secs_f64();
     match ending {
         Ending::Passed(report) => {
@@ -125,9 +126,10 @@ fn execute(args: &Args) -> Result<()> {
             Ok(())
         }
         Ending::Failed(seed) if args.no_shrink => bail!("seed {seed} fails"),
-        Ending::Failed(seed) => show_failure(seed),
+        Ending::Failed(seed) => show_failure(seed, &args.set),
         Ending::SimulatedDeath(seed, how) => {
-            println!("repeat it with: cargo xtask sim --seed {seed} --trace");
+            let settings = options(&args.set);
+            println!("repeat it with: cargo xtask sim --seed {seed} --trace{settings}");
             bail!("seed {seed} ends its process: {how}");
         }
     }
@@ -138,10 +140,7 @@ fn processors() -> u64 {
 }
 
 fn run_one(seed: u64, args: &Args) -> Result<()> {
-    let mut plan = Plan::new(seed);
-    for setting in &args.set {
-        plan.set(setting)?;
-    }
+    let plan = Plan::with_settings(seed, &args.set)?;
     if args.trace {
         println!("plan: {plan}");
     }
@@ -152,20 +151,23 @@ fn run_one(seed: u64, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Shows the shortest run found that fails like the run of `seed`.
-fn show_failure(seed: u64) -> Result<()> {
-    let plan = Plan::new(seed);
+/// The options that repeat these changes of a plan.
+fn options(settings: &[String]) -> String {
+    settings.iter().map(|setting| format!(" --set {setting}")).collect()
+}
+
+/// Shows the shortest run found that fails like the run of `seed` with these changes of its plan.
+fn show_failure(seed: u64, changes: &[String]) -> Result<()> {
+    let plan = Plan::with_settings(seed, changes)?;
     let Err(failure) = run::run(&plan, false)? else {
         bail!("seed {seed} failed once and passes now: something does not follow from the seed");
     };
     println!("seed {seed} fails: {failure}\nits plan: {plan}\nlooking for a shorter run ...");
     let (plan, failure): (Plan, Failure) = shrink::shrink(plan, failure)?;
-    let settings: Vec<String> =
-        plan.settings().iter().map(|setting| format!(" --set {setting}")).collect();
     println!("the shortest run that fails in the same way: {plan}");
     // The failure was shown already; this run prints the trace.
     let _ = run::run(&plan, true)?;
-    println!("repeat it with: cargo xtask sim --seed {seed} --trace{}", settings.concat());
-    println!("the whole run:  cargo xtask sim --seed {seed} --trace");
+    println!("repeat it with: cargo xtask sim --seed {seed} --trace{}", options(&plan.settings()));
+    println!("the whole run:  cargo xtask sim --seed {seed} --trace{}", options(changes));
     bail!("seed {seed} fails: {failure}")
 }

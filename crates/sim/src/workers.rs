@@ -28,12 +28,12 @@ pub(crate) enum Ending {
 }
 
 /// Runs every `stride`th of the seeds and reports progress on stdout.
-pub(crate) fn work(first: u64, seeds: u64, stride: u64) -> Result<()> {
+pub(crate) fn work(first: u64, seeds: u64, stride: u64, settings: &[String]) -> Result<()> {
     let mut total = Report::default();
     let mut out = std::io::stdout();
     for seed in (first..first + seeds).step_by(usize::try_from(stride.max(1))?) {
         writeln!(out, "seed {seed}")?;
-        match run::run(&Plan::new(seed), false)? {
+        match run::run(&Plan::with_settings(seed, settings)?, false)? {
             Ok(report) => total.add(&report),
             Err(_) => {
                 writeln!(out, "failed {seed}")?;
@@ -63,11 +63,11 @@ impl Drop for Worker {
 }
 
 /// Shares the seeds among `jobs` processes, and ends with the first failure.
-pub(crate) fn share(first: u64, seeds: u64, jobs: u64) -> Result<Ending> {
+pub(crate) fn share(first: u64, seeds: u64, jobs: u64, settings: &[String]) -> Result<Ending> {
     let (sender, lines) = mpsc::channel();
     let mut workers = Vec::new();
     for job in 0..jobs {
-        workers.push(start(job, first + job, seeds - job, jobs, &sender)?);
+        workers.push(start(job, [first + job, seeds - job, jobs], settings, &sender)?);
     }
     drop(sender);
     follow(&mut workers, &lines)
@@ -75,15 +75,15 @@ pub(crate) fn share(first: u64, seeds: u64, jobs: u64) -> Result<Ending> {
 
 fn start(
     job: u64,
-    first: u64,
-    seeds: u64,
-    stride: u64,
+    [first, seeds, stride]: [u64; 3],
+    settings: &[String],
     sender: &Sender<(u64, Option<String>)>,
 ) -> Result<Worker> {
     let program = std::env::current_exe().context("finding this program")?;
     let numbers = [("--first-seed", first), ("--seeds", seeds), ("--stride", stride)];
     let mut child = Command::new(program)
         .args(numbers.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()]))
+        .args(settings.iter().map(|setting| format!("--set={setting}")))
         .stdout(Stdio::piped())
         .spawn()
         .context("starting a process for some of the seeds")?;

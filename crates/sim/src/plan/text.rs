@@ -7,6 +7,15 @@ use anyhow::{Context, Result, ensure};
 use super::{KNOBS, Plan};
 
 impl Plan {
+    /// The plan of a seed with changes of its numbers, each as `name=value`.
+    pub(crate) fn with_settings(seed: u64, settings: &[String]) -> Result<Self> {
+        let mut plan = Self::new(seed);
+        for setting in settings {
+            plan.set(setting)?;
+        }
+        Ok(plan)
+    }
+
     /// Sets a number, from `name=value`.
     pub(crate) fn set(&mut self, text: &str) -> Result<()> {
         let (name, value) = text.split_once('=').context("a setting is name=value")?;
@@ -51,10 +60,7 @@ mod tests {
         for (name, least) in KNOBS {
             plan.set(&format!("{name}={}", least + 1)).unwrap();
         }
-        let mut again = Plan::new(7);
-        for setting in plan.settings() {
-            again.set(&setting).unwrap();
-        }
+        let again = Plan::with_settings(7, &plan.settings()).unwrap();
         assert_eq!(plan, again);
         assert!(plan.set("requests=0").is_err());
         assert!(plan.set("colour=1").is_err());
