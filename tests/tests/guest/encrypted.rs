@@ -4,13 +4,13 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{self, Running, ringhaul};
-use ringhaul_kit::guest::{Bus, Disk};
+use ringhaul_kit::guest::{Bus, Disk, Vm};
 use ringhaul_kit::system::{is_installed, run};
 use rustix::process::Signal;
 
 use super::{
-    FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, boot_disks, check_file_system, check_same_bytes,
-    scenario, with,
+    FILES_CHECK, FILES_WRITE, FIO_VERIFY, LIMIT, check_file_system, check_same_bytes, scenario,
+    with,
 };
 
 #[test]
@@ -39,7 +39,7 @@ fn encrypted() -> Result<()> {
     command.args(["--disk", &format!("luks,key-file={key},over={image}")]);
     let mut daemon = Running::serve(&mut command)?;
     let disk = Disk { bus: Bus::Blk, socket, num_queues: 2, queue_size: 256 };
-    let mut vm = boot_disks(vec![disk])?;
+    let mut vm = Vm::boot_fast(vec![disk])?;
     let disk = ("DISK", "vda");
     vm.check(&with(FIO_VERIFY, &[disk, ("MIN_BYTES", "512")]), LIMIT)?;
     let zeroes = "/usr/sbin/blkdiscard --zeroout --offset 1048576 --length 4194304 /dev/vda\n\

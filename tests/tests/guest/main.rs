@@ -18,7 +18,6 @@ mod resize;
 mod scsi;
 mod scsi_boot;
 mod scsi_names;
-mod upgrades;
 mod verified;
 
 use std::collections::HashMap;
@@ -38,8 +37,7 @@ const WRITE_ZEROES: &str = include_str!("../../guest/write-zeroes.sh");
 const FILES_WRITE: &str = include_str!("../../guest/files-write.sh");
 const FILES_CHECK: &str = include_str!("../../guest/files-check.sh");
 const RESETS: &str = include_str!("../../guest/resets.sh");
-const LOAD_START: &str = include_str!("../../guest/load-start.sh");
-const LOAD_STOP: &str = include_str!("../../guest/load-stop.sh");
+const LOAD: &str = include_str!("../../guest/load.sh");
 
 /// Large enough for a file system with a few dozen files, and no power of two.
 const DISK_BYTES: u64 = 128 * 1024 * 1024 + 3 * 4096;
@@ -124,19 +122,8 @@ fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<V
 }
 
 /// Boots a guest with these disks in User Mode Linux, or in QEMU where that is not installed.
-/// Ubuntu has no package of it.
 fn boot_fast(exports: &[&Export]) -> Result<Vm> {
-    boot_disks(disks(exports))
-}
-
-/// Like [`boot_fast`], for disks without an [`Export`].
-fn boot_disks(disks: Vec<Disk>) -> Result<Vm> {
-    let options = VmOptions { disks, ..VmOptions::default() };
-    if Vm::has_uml() {
-        return Vm::boot_uml(&options);
-    }
-    let image = Image::prepare()?;
-    Vm::boot(&image, Accelerator::choose(&image)?, &options)
+    Vm::boot_fast(disks(exports))
 }
 
 /// The way in which a test boots its guest: [`boot`] or [`boot_fast`].
@@ -384,14 +371,14 @@ fn reboot_and_replace() -> Result<()> {
 
     vm.check("mount -t ext4 /dev/vda /mnt", LIMIT)?;
     let load = [disk, ("TARGET", "/mnt/load")];
-    vm.check(&with(LOAD_START, &load), LIMIT)?;
+    vm.check(&with(LOAD, &load), LIMIT)?;
     vm.reset()?;
     check_attributes(&mut vm, "vda", &server)?;
     vm.check(recover, LIMIT)?;
     vm.check(&with(FILES_CHECK, &[disk]), LIMIT)?;
 
     vm.check("mount -t ext4 /dev/vda /mnt", LIMIT)?;
-    vm.check(&with(LOAD_START, &load), LIMIT)?;
+    vm.check(&with(LOAD, &load), LIMIT)?;
     drop(vm); // Kills QEMU, as a crash does.
 
     server.check_running()?;
@@ -402,39 +389,4 @@ fn reboot_and_replace() -> Result<()> {
     vm.power_off(LIMIT)?;
     check_clean_exit(&mut server)?;
     check_file_system(&export.file)
-}
-
-/// SIGTERM ends the daemon cleanly while the guest keeps both queues full, and the next daemon
-/// continues where it ended.
-fn sigterm_under_load(engine: Engine, cache: Cache) -> Result<()> {
-    let scene = Scene::new()?;
-    let export = scene.export(&format!("term-{engine}"), engine, cache)?;
-    let mut server = scene.serve(&export)?;
-    let mut vm = boot(&[&export])?;
-    let load = [("DISK", "vda"), ("TARGET", "/dev/vda")];
-    vm.check(&with(LOAD_START, &load), LIMIT)?;
-    check_clean_exit(&mut server)?;
-
-    // QEMU reconnects and takes used idx for the daemon's progress. A request that was taken and
-    // not answered before the end would be served twice.
-    let mut server = scene.serve(&export)?;
-    vm.check(LOAD_STOP, LIMIT)?;
-    check_same_bytes(&mut vm, "vda", &export.file)?;
-    vm.power_off(LIMIT)?;
-    check_clean_exit(&mut server)
-}
-
-#[test]
-fn sigterm_under_load_with_io_uring() -> Result<()> {
-    sigterm_under_load(Engine::IoUring, Cache::None)
-}
-
-#[test]
-fn sigterm_under_load_with_aio() -> Result<()> {
-    scenario(|| sigterm_under_load(Engine::Aio, Cache::None))
-}
-
-#[test]
-fn sigterm_under_load_with_threads() -> Result<()> {
-    scenario(|| sigterm_under_load(Engine::Threads, Cache::Writeback))
 }

@@ -8,7 +8,7 @@ use ringhaul_kit::cli::{ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, segment};
-use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Vm, VmOptions};
+use ringhaul_kit::guest::{Bus, Disk, Vm};
 use rustix::process::Signal;
 
 use super::{IMAGE_BYTES, Scene};
@@ -228,11 +228,9 @@ pub(super) fn snapshots(scene: &mut Scene) -> Result<()> {
 pub(super) fn guest(scene: &mut Scene) -> Result<()> {
     scene.cluster.create_image("guest", IMAGE_BYTES * 2)?;
     let served = scene.serve("guest", "rbd:guest", &["--num-queues", "2"])?;
-    let image = Image::prepare()?;
     let disk =
         Disk { bus: Bus::Blk, socket: served.socket.clone(), num_queues: 2, queue_size: 256 };
-    let options = VmOptions { disks: vec![disk], ..VmOptions::default() };
-    let mut vm = Vm::boot(&image, Accelerator::choose(&image)?, &options)?;
+    let mut vm = Vm::boot_fast(vec![disk])?;
     vm.check(&format!("DISK=vda\nMIN_BYTES=4096\n{FIO_VERIFY}"), LIMIT)?;
     vm.check(&format!("DISK=vda\n{FILES_WRITE}"), LIMIT)?;
     vm.check(&format!("DISK=vda\n{FILES_CHECK}"), LIMIT)?;

@@ -102,6 +102,7 @@ impl Vmm {
             let build = tempfile::tempdir_in(guest_dir()?).context("making a folder")?;
             let mut install = workspace::cargo();
             install
+                .env("CARGO_PROFILE_DEV_DEBUG", "0")
                 .args(["install", "alioth-cli", "--version", ALIOTH_VERSION])
                 .args(["--locked", "--debug", "--quiet", "--root"])
                 .arg(&folder)

@@ -119,10 +119,18 @@ impl Vm {
         Self::boot_with(options, |folder| qemu::command(image, accelerator, options, folder))
     }
 
-    /// Returns true if User Mode Linux is installed.
-    #[must_use]
-    pub fn has_uml() -> bool {
-        Image::find_uml().is_ok()
+    /// Boots a guest with these disks in User Mode Linux, or in QEMU where that is not installed:
+    /// Ubuntu has no package of it.
+    ///
+    /// # Errors
+    /// As for [`Vm::boot`]; the error of User Mode Linux shows its console too.
+    pub fn boot_fast(disks: Vec<Disk>) -> Result<Self> {
+        let options = VmOptions { disks, ..VmOptions::default() };
+        if Image::find_uml().is_ok() {
+            return Self::boot_uml(&options);
+        }
+        let image = Image::prepare()?;
+        Self::boot(&image, Accelerator::choose(&image)?, &options)
     }
 
     /// Boots the kernel of User Mode Linux, a process of this machine, and waits until it is ready
@@ -132,7 +140,7 @@ impl Vm {
     /// # Errors
     /// If User Mode Linux is not installed or does not start, or the guest is not up within the
     /// limit. The error shows the console.
-    pub fn boot_uml(options: &VmOptions) -> Result<Self> {
+    fn boot_uml(options: &VmOptions) -> Result<Self> {
         let image = Image::prepare_uml()?;
         let options = VmOptions { vcpus: 1, boot_attempts: 1, ..options.clone() };
         let folder = make_folder()?;
