@@ -38,7 +38,8 @@ pub(crate) enum End {
     Overdue(String),
 }
 
-/// Runs `command` to its end. Reads its standard output, and shows it if `is_shown`.
+/// Runs `command` to its end. Reads its standard output. If `is_shown`, shows its output by lines,
+/// each after `name`, because another command may run beside it.
 ///
 /// # Errors
 /// If the command cannot be started, or a signal comes. Its processes have ended by the return.
@@ -51,16 +52,33 @@ pub(crate) fn run(
 ) -> Result<End> {
     interrupt.check()?;
     command.stdin(Stdio::null()).stdout(Stdio::piped());
+    if is_shown {
+        command.stderr(Stdio::piped());
+    }
     let mut group = Group::start(name, command)?;
     let output = group.child().stdout.take().context("the command has no standard output")?;
+    let errors = group.child().stderr.take();
     let (sender, pieces) = mpsc::channel();
-    // The thread ends with the last process that holds the pipe open; no wait depends on that.
-    std::thread::spawn(move || read(output, &sender));
+    // The threads end with the last process that holds a pipe open; no wait depends on that.
+    if let Some(errors) = errors {
+        let sender = sender.clone();
+        std::thread::spawn(move || read(errors, Stream::Errors, &sender));
+    }
+    std::thread::spawn(move || read(output, Stream::Output, &sender));
     let mut tests = Tests::default();
+    let mut screen = is_shown.then(|| Screen::new(name));
+    let mut take = |(stream, piece): (Stream, Vec<u8>), tests: &mut Tests| {
+        if stream == Stream::Output {
+            tests.parse_output(&piece);
+        }
+        if let Some(screen) = &mut screen {
+            screen.show(stream, &piece);
+        }
+    };
     let start = Instant::now();
     while !group.has_ended()? {
         match pieces.recv_timeout(POLL_INTERVAL) {
-            Ok(piece) => show(&piece, is_shown, &mut tests),
+            Ok(piece) => take(piece, &mut tests),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => std::thread::sleep(POLL_INTERVAL),
         }
@@ -79,7 +97,7 @@ pub(crate) fn run(
     }
     let end = Instant::now() + OUTPUT_GRACE;
     while let Ok(piece) = pieces.recv_timeout(end.saturating_duration_since(Instant::now())) {
-        show(&piece, is_shown, &mut tests);
+        take(piece, &mut tests);
     }
     let status = group.wait()?;
     // Ctrl-C reaches the command as well, but its status is not the reason then.
@@ -87,22 +105,75 @@ pub(crate) fn run(
     Ok(End::Ended(status))
 }
 
-fn read(mut output: impl Read, pieces: &mpsc::Sender<Vec<u8>>) {
+/// An output of a command.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stream {
+    Output,
+    Errors,
+}
+
+fn read(mut input: impl Read, stream: Stream, pieces: &mpsc::Sender<(Stream, Vec<u8>)>) {
     let mut buffer = [0; 4096];
-    while let Ok(len @ 1..) = output.read(&mut buffer) {
-        if pieces.send(buffer[..len].to_vec()).is_err() {
+    while let Ok(len @ 1..) = input.read(&mut buffer) {
+        if pieces.send((stream, buffer[..len].to_vec())).is_err() {
             return;
         }
     }
 }
 
-fn show(piece: &[u8], is_shown: bool, tests: &mut Tests) {
-    tests.parse_output(piece);
-    if is_shown {
-        let mut out = std::io::stdout().lock();
-        // A reader of this output that has gone does not end the checks.
-        let _ = out.write_all(piece).and_then(|()| out.flush());
+/// Shows whole lines of a command, each after its name. Dropping it shows the rest.
+struct Screen {
+    name: String,
+    output: Vec<u8>,
+    errors: Vec<u8>,
+}
+
+impl Screen {
+    fn new(name: &str) -> Self {
+        Self { name: name.to_owned(), output: Vec::new(), errors: Vec::new() }
     }
+
+    fn show(&mut self, stream: Stream, piece: &[u8]) {
+        // A reader of this output that has gone does not end the checks.
+        let _ = match stream {
+            Stream::Output => {
+                let lines = whole_lines(&self.name, &mut self.output, piece);
+                let mut out = std::io::stdout().lock();
+                out.write_all(&lines).and_then(|()| out.flush())
+            }
+            Stream::Errors => {
+                let lines = whole_lines(&self.name, &mut self.errors, piece);
+                std::io::stderr().lock().write_all(&lines)
+            }
+        };
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        for stream in [Stream::Output, Stream::Errors] {
+            let rest = match stream {
+                Stream::Output => &self.output,
+                Stream::Errors => &self.errors,
+            };
+            if !rest.is_empty() {
+                self.show(stream, b"\n");
+            }
+        }
+    }
+}
+
+/// Adds a piece to the begun line. Returns the lines that are whole now, each after `name`.
+fn whole_lines(name: &str, begun: &mut Vec<u8>, piece: &[u8]) -> Vec<u8> {
+    begun.extend_from_slice(piece);
+    let end = begun.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+    let mut lines = Vec::new();
+    for line in begun.drain(..end).as_slice().split_inclusive(|byte| *byte == b'\n') {
+        lines.extend_from_slice(name.as_bytes());
+        lines.extend_from_slice(b": ");
+        lines.extend_from_slice(line);
+    }
+    lines
 }
 
 /// Describes the unfinished tests, as far as they are known, and the running processes.
@@ -223,6 +294,14 @@ mod tests {
         command.args(["-c", "sleep 20 & exit 0"]);
         let end = run("sh", &mut command, LONG, false, &Interrupt::unset_for_test()).unwrap();
         assert!(matches!(end, End::Ended(_)), "{end:?}");
+    }
+
+    #[test]
+    fn lines_are_shown_as_a_whole_after_the_name() {
+        let mut begun = Vec::new();
+        assert!(whole_lines("a", &mut begun, b"test b ... ").is_empty());
+        assert_eq!(whole_lines("a", &mut begun, b"ok\n\nc"), b"a: test b ... ok\na: \n");
+        assert_eq!(whole_lines("a", &mut begun, b"\n"), b"a: c\n");
     }
 
     #[test]

@@ -7,8 +7,10 @@ mod lines;
 mod long_tests;
 mod mutants;
 mod sanitize;
+mod schedule;
 #[cfg(test)]
 mod setup;
+mod steps;
 mod tidy;
 
 use std::process::ExitCode;
