@@ -5,6 +5,7 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -58,6 +59,8 @@ pub(super) struct Channel {
     pub(super) lost_fds: Option<String>,
     /// The time of the first byte of the incoming message.
     input_since: Option<Instant>,
+    /// The time since which a message waits until descriptors of earlier messages are closed.
+    full_since: Option<Instant>,
     /// The unsent rest of the answer. The next message is not read before the answer is sent.
     pub(super) output: Vec<u8>,
     /// The descriptor that goes with the first byte of `output`.
@@ -77,6 +80,7 @@ impl Channel {
             fds: Vec::new(),
             lost_fds: None,
             input_since: None,
+            full_since: None,
             output: Vec::new(),
             output_fd: None,
             output_since: None,
@@ -101,16 +105,16 @@ impl Channel {
     }
 
     /// Reads from the socket, up to the end of one message. `rings` is the number of the
-    /// front-end's open descriptors that are not in messages.
-    pub(super) fn receive(&mut self, now: Instant, rings: usize) -> Received {
+    /// front-end's open descriptors that are not in messages. `waker` is woken when the channel no
+    /// longer [waits for room](Self::waits_for_room).
+    pub(super) fn receive(&mut self, now: Instant, rings: usize, waker: &Waker) -> Received {
         loop {
             let whole = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
             if self.input.len() < whole {
                 // Descriptors belong to the header; the body must bring none.
-                if self.examiner.is_full() && self.socket.has_unread() {
-                    let text = "descriptors of earlier messages cannot be closed, because their \
-                                files hang";
-                    return Received::Closed(Some(io::Error::other(text)));
+                if !self.has_room(now, waker) {
+                    let is_gone = self.is_hung_up();
+                    return if is_gone { Received::Closed(None) } else { Received::Nothing };
                 }
                 let expected_fds = self.header.map_or(MAX_FDS, |_| self.fds.len());
                 match self.read_up_to(whole) {
@@ -142,6 +146,19 @@ impl Channel {
                 self.header = Some(header);
             }
         }
+    }
+
+    /// Returns false if a message waits until descriptors of earlier messages are closed: their
+    /// files hang, or the closing thread only needs a CPU.
+    fn has_room(&mut self, now: Instant, waker: &Waker) -> bool {
+        let has_room = self.examiner.has_room(waker) || !self.socket.has_unread();
+        self.full_since = if has_room { None } else { self.full_since.or(Some(now)) };
+        has_room
+    }
+
+    /// Returns true if no message is read until descriptors of earlier messages are closed.
+    pub(super) fn waits_for_room(&self) -> bool {
+        self.full_since.is_some()
     }
 
     fn take_message(&mut self, header: Header) -> Message {
@@ -229,7 +246,9 @@ impl Channel {
     /// The end of the time limit of a message or an answer, and the error at that time.
     pub(super) fn deadline(&self) -> Option<(Instant, &'static str)> {
         let of = |since: Option<Instant>, what| since.map(|since| (since + MESSAGE_LIMIT, what));
+        let full = "descriptors of earlier messages cannot be closed, because their files hang";
         of(self.output_since, "it does not read its answer")
+            .or_else(|| of(self.full_since, full))
             .or_else(|| of(self.input_since, "it has not sent the rest of a message"))
     }
 

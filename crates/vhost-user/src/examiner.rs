@@ -43,6 +43,8 @@ pub struct Examiner {
     /// The maximum of open descriptors of a front-end, rings and memory included.
     open_max: AtomicUsize,
     relays: Lock<Relays>,
+    /// Woken when a descriptor is closed.
+    waits_for_room: Lock<Option<Waker>>,
 }
 
 /// The threads that pass calls on.
@@ -64,6 +66,7 @@ impl Default for Examiner {
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
             relays: Lock::default(),
+            waits_for_room: Lock::default(),
         }
     }
 }
@@ -91,10 +94,14 @@ impl Examiner {
         self.open_max.load(Ordering::Relaxed)
     }
 
-    /// Returns true if earlier messages have left the maximum of open descriptors. Called between
-    /// messages.
-    pub(super) fn is_full(&self) -> bool {
-        self.open() >= UNCLOSED_MAX.min(self.open_max())
+    /// Returns false if earlier messages have left the maximum of open descriptors, and `waker` is
+    /// woken when one is closed. Called between messages.
+    pub(super) fn has_room(&self, waker: &Waker) -> bool {
+        let mut waiting = self.waits_for_room.lock();
+        // Checked under the lock, which a close takes after it has counted.
+        let has_room = self.open() < UNCLOSED_MAX.min(self.open_max());
+        *waiting = (!has_room).then(|| waker.clone());
+        has_room
     }
 
     /// Returns the reason that new descriptors cannot be kept, if so. Rings and memory have `rings`
@@ -168,6 +175,8 @@ impl Counted {
 impl Drop for Counted {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
+        let waiting = self.0.waits_for_room.lock().take();
+        waiting.into_iter().for_each(Waker::wake);
     }
 }
 

@@ -279,6 +279,7 @@ impl Session {
     pub fn interest(&self) -> Option<PollFlags> {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
+            Stage::Ready if self.channel.waits_for_room() => Some(PollFlags::empty()),
             Stage::Ready => Some(PollFlags::IN),
             // Rings may run. If the front-end goes away, they must stop.
             Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
@@ -353,8 +354,9 @@ impl Session {
     }
 
     fn listen(&mut self, now: Instant) -> SessionProgress {
+        let (rings, waker) = (self.connection.descriptors(), &self.connection.setup.waker);
         let received = match self.channel.flush(now) {
-            Ok(true) => self.channel.receive(now, self.connection.descriptors()),
+            Ok(true) => self.channel.receive(now, rings, waker),
             Ok(false) => Received::Nothing,
             Err(error) => Received::Closed(Some(error)),
         };
@@ -398,12 +400,12 @@ impl Session {
                         return SessionProgress::Waiting;
                     }
                 },
-                Outcome::Answer(body) => return self.answer(header, &body, None, now),
+                Outcome::Answer(body) => return self.answer(header, (&body, None), None, now),
                 Outcome::AnswerWith(body, fd) => {
-                    return self.answer_with(header, &body, Some(fd), None, now);
+                    return self.answer(header, (&body, Some(fd)), None, now);
                 }
                 Outcome::Done if self.wants_ack(header) => {
-                    return self.answer(header, &ACK, None, now);
+                    return self.answer(header, (&ACK, None), None, now);
                 }
                 Outcome::Done => {
                     self.stage = Stage::Ready;
@@ -419,10 +421,10 @@ impl Session {
         let Refusal { text, needs_ack } = refusal;
         if header.code == code::GET_CONFIG {
             // An answer without data refuses a read.
-            return self.answer(header, &[], Some(text), now);
+            return self.answer(header, (&[], None), Some(text), now);
         }
         if self.wants_ack(header) && !header.has_answer() {
-            return self.answer(header, &NACK, Some(text), now);
+            return self.answer(header, (&NACK, None), Some(text), now);
         }
         if needs_ack || header.has_answer() {
             self.end(End::Dropped(text));
@@ -468,18 +470,7 @@ impl Session {
     fn answer(
         &mut self,
         header: Header,
-        body: &[u8],
-        refused: Option<String>,
-        now: Instant,
-    ) -> SessionProgress {
-        self.answer_with(header, body, None, refused, now)
-    }
-
-    fn answer_with(
-        &mut self,
-        header: Header,
-        body: &[u8],
-        fd: Option<OwnedFd>,
+        (body, fd): (&[u8], Option<OwnedFd>),
         refused: Option<String>,
         now: Instant,
     ) -> SessionProgress {
@@ -500,6 +491,7 @@ impl AsFd for Session {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::task::{Wake, Waker};
 
@@ -509,6 +501,7 @@ mod tests {
     use virtqueue::MappingRules;
 
     use super::super::examiner::RelaySlot;
+    use super::super::message::Request;
     use super::super::outcome::Purpose;
     use super::super::peer_fds::PeerFd;
     use super::*;
@@ -560,6 +553,44 @@ mod tests {
             } else {
                 let after = format!("{:?}", session.progress(end));
                 assert!(after.contains("still hang"), "{after}");
+            }
+        }
+    }
+
+    /// The closing thread may only need a CPU, or a file may hang.
+    #[test]
+    fn a_message_waits_until_earlier_descriptors_are_closed() {
+        let (code, body) = Request::GetFeatures.encode();
+        let message = [&Header::new(code, body.len()).encode()[..], &body].concat();
+        for (closes, leaves) in [(true, false), (false, false), (false, true)] {
+            let now = Instant::now();
+            let (mut session, mut front_end) = session(now);
+            let woken = Arc::new(Woken(AtomicBool::new(false)));
+            session.connection.setup.waker = Waker::from(Arc::clone(&woken));
+            let examiner = Arc::clone(&session.connection.setup.examiner);
+            let mut open: Vec<_> = (0..512).map(|_| examiner.hold()).collect();
+            assert_eq!(session.progress(now), SessionProgress::Waiting);
+            assert_eq!(session.interest(), Some(PollFlags::IN), "there is no message");
+            front_end.write_all(&message).unwrap();
+            assert_eq!(session.progress(now), SessionProgress::Waiting);
+            assert_eq!(session.interest(), Some(PollFlags::empty()), "it would be woken at once");
+            let end = now + MESSAGE_LIMIT;
+            assert_eq!(session.deadline(), Some(end));
+            let before = end - Duration::from_secs(1);
+            assert_eq!(session.progress(before), SessionProgress::Waiting);
+            assert!(!woken.0.load(Ordering::Relaxed));
+            if closes {
+                open.pop();
+                assert!(woken.0.load(Ordering::Relaxed));
+                assert_eq!(session.progress(before), SessionProgress::Handled);
+                assert_eq!(session.interest(), Some(PollFlags::IN));
+            } else if leaves {
+                drop(front_end);
+                let gone = SessionProgress::Ended(End::Gone(None));
+                assert_eq!(session.progress(before), gone);
+            } else {
+                let after = format!("{:?}", session.progress(end));
+                assert!(after.contains("cannot be closed"), "{after}");
             }
         }
     }
