@@ -2,6 +2,7 @@
 
 pub mod command;
 pub(crate) mod disk_names;
+pub(crate) mod identity;
 pub(crate) mod lease_id;
 pub mod qos;
 mod rules;

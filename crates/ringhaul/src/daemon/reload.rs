@@ -18,10 +18,11 @@ use crate::open::parallel::{ParallelCalls, Yield};
 use crate::options::config::{Config, ConfigFile};
 use crate::options::export::OF_EXPORTS;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
+use crate::spec::identity::{matches_export, matches_unit};
 use crate::spec::settings::SettingsChange;
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
 use crate::threads::ownership::{ChangeGuard, Ownership, PassedOn};
-use difference::{Change, Exports, apply, by_socket, differences, matches_export, matches_unit};
+use difference::{Change, Exports, apply, by_socket, differences};
 
 /// The time for changes before the log lists the unfinished ones. They continue.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -407,10 +408,14 @@ fn value_of(option: &str) -> String {
 #[cfg(test)]
 mod tests {
     use clap::Args;
+    use serde_json::json;
 
     use super::*;
+    use crate::daemon::saved_state::SavedState;
+    use crate::daemon::saved_state::file::StateFile;
     use crate::options::ServeArgs;
     use crate::spec::command::NewSize;
+    use crate::spec::settings::Settings;
     use crate::spec::{DiskSpec, UnitPlace};
 
     fn exports(texts: &[&str]) -> Exports {
@@ -756,6 +761,79 @@ mod tests {
         assert_eq!(record.begin(&exports(&[BLK])), []);
         record.pending.clear();
         assert_eq!(record.begin(&Exports::new()).len(), 1);
+    }
+
+    /// The exports of a restart with the present file, by name, and the lines in the log about
+    /// changes by commands.
+    fn restart(scene: &Scene) -> (Vec<ExportSpec>, Vec<(String, String)>, SettingsChange) {
+        let state = scene.folder.path().join("state");
+        let (_, mut changes) = StateFile::take_over(&state).unwrap();
+        let config = scene.reloader.file.read().unwrap();
+        let settings = Settings {
+            log: None,
+            poll_max_us: config.args.poll_max_us,
+            poll_budget: config.args.poll_budget,
+        };
+        let merged = changes.merge(&config.exports, &settings);
+        let mut exports = [merged.exports, merged.added].concat();
+        exports.sort_by_key(ExportSpec::name);
+        let lines = [merged.log_lines, merged.dropped].concat();
+        (exports.iter().map(ExportSpec::named).collect(), lines, merged.settings)
+    }
+
+    fn served(scene: &Scene) -> Vec<ExportSpec> {
+        let mut exports = current_exports(&scene.daemon).unwrap();
+        exports.sort_by_key(ExportSpec::name);
+        exports
+    }
+
+    /// The file's changes to an export or a setting end the changes by commands to it.
+    #[test]
+    fn a_restart_after_a_reload_serves_the_same_exports() {
+        let limited =
+            |name: &str, iops: u32| format!("{}limits = {{ iops-total = {iops} }}\n", blk(name));
+        let file = |poll: u32, a: &str, c: &str| format!("poll-max-us = {poll}\n{a}{c}");
+        let before = file(30, &limited("a", 1), &limited("c", 1));
+        let mut scene = Scene::new(&before, |config| config.exports.clone());
+        let config = scene.reloader.file.read().unwrap();
+        let settings = scene.daemon.settings().unwrap();
+        let settings = Settings { poll_max_us: config.args.poll_max_us, ..settings };
+        let (state, changes, _) = StateFile::open(&scene.folder.path().join("state")).unwrap();
+        let (state, _) = SavedState::begin(state, changes, config.exports, settings).unwrap();
+        scene.daemon.set_saved_state(state);
+        let set_limit = |scene: &Scene, name: &str, iops: u64| {
+            let change = serde_json::from_value(json!({ "limits": { "iops-total": iops } }));
+            let command = Command::SetDisk(name.to_owned(), None, Box::new(change.unwrap()));
+            scene.daemon.handle(command).unwrap();
+        };
+        let remove = |scene: &Scene, name: &str| {
+            scene.daemon.handle(Command::Remove(Removal::new(name))).unwrap();
+        };
+        let check = |scene: &Scene, step: &str, lines: usize| {
+            let (exports, told, settings) = restart(scene);
+            assert_eq!(exports, served(scene), "{step}");
+            assert_eq!(told.len(), lines, "{step}: {told:?}");
+            settings
+        };
+        set_limit(&scene, "a", 5);
+        set_limit(&scene, "c", 5);
+        assert_eq!(scene.poll_max_us(Some(40)), 40);
+        let set = check(&scene, "commands", 2);
+        assert_eq!(set.poll_max_us, Some(40));
+        scene.reload(&file(50, &limited("a", 9), &limited("c", 1)));
+        let set = check(&scene, "the file changes one limit and the setting", 1);
+        assert_eq!(set, SettingsChange::default());
+        remove(&scene, "c");
+        check(&scene, "a command removes an export", 1);
+        scene.reload(&file(50, &limited("a", 9), ""));
+        check(&scene, "the file removes it too", 0);
+        scene.reload(&file(50, &limited("a", 9), &limited("c", 1)));
+        check(&scene, "the file adds it again", 0);
+        set_limit(&scene, "c", 5);
+        scene.reload(&file(50, &limited("a", 9), ""));
+        check(&scene, "the file removes a changed export", 0);
+        set_limit(&scene, "a", 7);
+        check(&scene, "a command changes the export of the new file", 1);
     }
 
     #[test]

@@ -8,6 +8,8 @@
 pub(crate) mod changes;
 pub(crate) mod file;
 #[cfg(test)]
+mod model;
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeSet;

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::spec::command::{Command, NewSize};
+use crate::spec::identity::{unit_without_rules, without_rules};
 use crate::spec::qos::{QosChange, QosSpec};
 use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSettings, UnitSpec,
@@ -43,25 +44,6 @@ pub(super) fn by_socket(exports: &[ExportSpec]) -> Exports {
     exports.iter().map(|export| (export.endpoint.to_string(), export.clone())).collect()
 }
 
-/// Returns true if `other` is the file's export `ours`, of which commands may have changed units,
-/// sizes and rules.
-pub(super) fn matches_export(ours: &ExportSpec, other: &ExportSpec) -> bool {
-    let is_device = match (&ours.device, &other.device) {
-        (DeviceSpec::Blk(ours), DeviceSpec::Blk(other)) => matches_disk(ours, other),
-        (DeviceSpec::Scsi(_), DeviceSpec::Scsi(_)) => true,
-        _ => false,
-    };
-    is_device
-        && ours.endpoint == other.endpoint
-        && ours.name() == other.name()
-        && without_rules(&ours.settings) == without_rules(&other.settings)
-}
-
-/// The settings that commands cannot change.
-fn without_rules(settings: &ExportSettings) -> ExportSettings {
-    ExportSettings { rules: QosSpec::default(), ..settings.clone() }
-}
-
 /// The keys of settings that differ.
 fn changed_keys(settings: [ExportSettings; 2]) -> Vec<String> {
     let [before, wanted] = settings.map(|settings| match serde_json::to_value(settings) {
@@ -70,30 +52,6 @@ fn changed_keys(settings: [ExportSettings; 2]) -> Vec<String> {
     });
     let differs = |(key, value): (String, Value)| (before.get(&key) != Some(&value)).then_some(key);
     wanted.into_iter().filter_map(differs).collect()
-}
-
-/// Returns true if `other` is the file's unit `ours`, of which commands may have changed size and
-/// rules.
-pub(super) fn matches_unit(ours: &UnitSpec, other: &UnitSpec) -> bool {
-    ours.place() == other.place()
-        && unit_without_rules(&ours.settings) == unit_without_rules(&other.settings)
-        && matches_disk(&ours.disk, &other.disk)
-}
-
-fn unit_without_rules(settings: &UnitSettings) -> UnitSettings {
-    UnitSettings { limits: None, rerror: None, werror: None, ..settings.clone() }
-}
-
-/// Compares disks without the sizes of null disks, which commands can change.
-fn matches_disk(ours: &DiskSpec, other: &DiskSpec) -> bool {
-    match (ours, other) {
-        (DiskSpec::Null { .. }, DiskSpec::Null { .. }) => true,
-        (
-            DiskSpec::Raw { offset_bytes, size_bytes, over },
-            DiskSpec::Raw { offset_bytes: offset, size_bytes: size, over: others },
-        ) => (offset_bytes, size_bytes) == (offset, size) && matches_disk(over, others),
-        _ => ours == other,
-    }
 }
 
 /// Applies a command to the specification of its export.

@@ -6,6 +6,7 @@ use std::mem::discriminant;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::spec::identity::matches_export;
 use crate::spec::qos::QosSpec;
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace, UnitSettings, UnitSpec};
@@ -161,7 +162,8 @@ impl Changes {
     pub(super) fn record_export(&mut self, name: &str, base: &[ExportSpec], live: &[ExportSpec]) {
         let now = live.iter().find(|export| export.is_called(name));
         let name = now.map_or_else(|| name.to_owned(), ExportSpec::name);
-        // The base keeps its removal beside the export of another command in its place.
+        // The base keeps its removal beside the export of another command in its place, which may
+        // have its name and its socket.
         self.exports.retain(|change| !change.adds(&name));
         let of_base = base.iter().find(|export| export.is_called(&name));
         match (of_base, now) {
@@ -169,7 +171,7 @@ impl Changes {
                 self.exports.retain(|change| change.before.as_ref() != Some(before));
                 self.exports.push(ExportChange { before: Some(before.clone()), now: None });
             }
-            (Some(before), Some(now)) if is_same_export(before, now) => {
+            (Some(before), Some(now)) if matches_export(before, now) => {
                 self.record_whole(now, base, live);
             }
             (_, Some(now)) => {
@@ -187,7 +189,7 @@ impl Changes {
         live: &[ExportSpec],
     ) {
         let name = now.name();
-        let before = base.iter().find(|before| is_same_export(before, now));
+        let before = base.iter().find(|before| matches_export(before, now));
         let Some(before) = before else {
             if self.exports.iter().any(|change| change.adds(&name)) {
                 places(now).iter().for_each(|place| self.record_one_disk(now, *place, base));
@@ -278,7 +280,7 @@ impl Changes {
 
     /// Applies the changes to this base. Where the base has changed since the command, the base
     /// holds.
-    pub(super) fn merge(&mut self, base: &[ExportSpec], settings: &Settings) -> Merged {
+    pub(crate) fn merge(&mut self, base: &[ExportSpec], settings: &Settings) -> Merged {
         let mut merged = Merged { exports: base.to_vec(), ..Merged::default() };
         let lost = self.settings.merge(settings);
         if lost != SettingsChange::default() {
