@@ -99,6 +99,15 @@ struct Record {
     pending: BTreeMap<String, Change>,
 }
 
+/// The entry of a change in progress. Dropping it removes the entry, after a panic too.
+struct PendingChange<'a>(&'a Lock<Record>, String);
+
+impl Drop for PendingChange<'_> {
+    fn drop(&mut self) {
+        self.0.lock().pending.remove(&self.1);
+    }
+}
+
 struct Reloader {
     file: ConfigFile,
     /// The options of the file in effect, since the start or a later reload.
@@ -288,11 +297,9 @@ impl Reloader {
         let (daemon, record) = (Weak::clone(&self.daemon), Arc::clone(&self.record));
         let carry_out = move |(export, change): (String, Change), give_way: Yield<'_>| {
             give_way();
-            let is_unsupported = change.is_unsupported();
-            change.carry_out(export.clone(), &daemon, &record);
-            if !is_unsupported {
-                record.lock().pending.remove(&export);
-            }
+            let _pending =
+                (!change.is_unsupported()).then(|| PendingChange(&record, export.clone()));
+            change.carry_out(export, &daemon, &record);
         };
         let mut calls = ParallelCalls::begin(changes, carry_out);
         let until = Instant::now() + PATIENCE;
@@ -834,6 +841,21 @@ mod tests {
         check(&scene, "the file removes a changed export", 0);
         set_limit(&scene, "a", 7);
         check(&scene, "a command changes the export of the new file", 1);
+    }
+
+    /// A later reload tries the change again.
+    #[test]
+    fn a_change_that_panics_is_no_longer_pending() {
+        let scene = Scene::new(&blk("a"), |config| config.exports.clone());
+        let socket = in_folder("FOLDER/a", &scene.folder);
+        let spec = scene.reloader.record.lock().served[&socket].clone();
+        // No reload alters an export by this command.
+        let change = Change::Alter(vec![Command::Show], spec);
+        scene.reloader.record.lock().pending.insert(socket.clone(), change.clone());
+        scene.reloader.carry_out(vec![(socket, change)]);
+        while !scene.reloader.record.lock().pending.is_empty() {
+            std::thread::yield_now();
+        }
     }
 
     #[test]
