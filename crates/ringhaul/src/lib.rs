@@ -14,6 +14,8 @@ pub mod serve;
 pub mod socket;
 pub mod spec;
 mod takeover;
+#[cfg(test)]
+pub(crate) mod testing;
 pub mod threads;
 
 pub use control::export_log::ExportLog;

@@ -412,6 +412,7 @@ pub(super) mod tests {
     use std::task::{Poll, Wake, Waker};
 
     use super::*;
+    use crate::testing::spawn_asleep;
 
     /// A removal whose client adds the export again as soon as it has the answer.
     pub(in crate::control) struct Removal {
@@ -540,6 +541,44 @@ pub(super) mod tests {
         assert!(!stages.begin_hand_over(|generation| generation == before), "one less");
     }
 
+    /// The new process would open or serve other exports than the old one.
+    #[test]
+    fn every_change_of_the_record_outdates_its_description() {
+        let stages = Arc::<Stages>::default();
+        let mut last = None;
+        let mut is_newer = || {
+            let now = Some(stages.record.lock().generation);
+            std::mem::replace(&mut last, now) < now
+        };
+        assert!(is_newer());
+        let opening = begin(&stages, "/a").unwrap();
+        assert!(is_newer(), "one more");
+        let ready = claim(opening).unwrap();
+        assert!(is_newer(), "it is about to be served");
+        let (_, registration, _) = ready.serve();
+        assert!(is_newer(), "it is served");
+        drop(registration);
+        assert!(is_newer(), "one less");
+        assert!(!is_newer(), "nothing has changed");
+    }
+
+    /// Nothing else remains to be opened in the old process.
+    #[test]
+    fn a_takeover_cancels_what_is_being_opened() {
+        for new_owner in [None, Some(7)] {
+            let stages = Arc::<Stages>::default();
+            let opening = begin(&stages, "/a").unwrap();
+            stages.close(new_owner);
+            assert_eq!(opening.cancel_token().is_active(), new_owner.is_none());
+            // The first reason stays.
+            stages.close(Some(8));
+            stages.resume();
+            let ended = matches!(begin(&stages, "/b"), Err(CommandError::Ending));
+            assert_eq!(ended, new_owner.is_none());
+            assert_eq!(matches!(stages.describe(), Err(CommandError::Ending)), ended);
+        }
+    }
+
     /// The process that takes over makes the same sockets.
     #[test]
     fn changes_wait_for_the_outcome_of_a_hand_over() {
@@ -548,8 +587,9 @@ pub(super) mod tests {
             let opening = begin(&stages, "/a").unwrap();
             assert!(stages.begin_hand_over(|_| true));
             std::thread::scope(|scope| {
-                let claims = scope.spawn(|| claim(opening).map(|ready| ready.spec().name()));
-                let begins = scope.spawn(|| begin(&stages, "/b").map(|export| export.id()));
+                let claims =
+                    spawn_asleep(scope, || claim(opening).map(|ready| ready.spec().name()));
+                let begins = spawn_asleep(scope, || begin(&stages, "/b").map(|export| export.id()));
                 assert!(!claims.is_finished() && !begins.is_finished());
                 match new_owner {
                     None => stages.resume(),

@@ -258,6 +258,7 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+    use crate::testing::spawn_asleep;
 
     #[test]
     fn waiting_requests_learn_which_process_resumes() {
@@ -278,7 +279,7 @@ mod tests {
         assert!(matches!(ownership.open(), Err(CommandError::HandingOver)));
         ask(3);
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| ownership.await_ours().is_ok());
+            let waits = spawn_asleep(scope, || ownership.await_ours().is_ok());
             ownership.close();
             assert!(waits.join().unwrap(), "it was given up");
         });
@@ -295,7 +296,7 @@ mod tests {
         ask(4);
         ownership.open().unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| ownership.await_ours().is_ok());
+            let waits = spawn_asleep(scope, || ownership.await_ours().is_ok());
             assert_eq!(ownership.wait_transferred(Duration::ZERO), None);
             ownership.transfer(7, ours, |successor| assert_eq!(successor.process, 7));
             assert!(!waits.join().unwrap(), "another process has taken over");
@@ -305,6 +306,7 @@ mod tests {
         // Too late to prevent the takeover.
         ownership.close();
         assert!(matches!(ownership.open(), Err(CommandError::HandedOver(7))));
+        assert!(matches!(ownership.begin_command(), Err(CommandError::HandedOver(7))));
         ask(5);
         ownership.run_or_pass_on(PassedOn::End, || panic!("it is passed on"));
         drop(ownership);

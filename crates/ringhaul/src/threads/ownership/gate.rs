@@ -8,20 +8,29 @@ use blockio::executor::Lock;
 
 use crate::spec::command::CommandError;
 
-/// The longest wait of a hand-over for commands that run. Some wait for a disk or a guest.
-const COMMANDS_MAX: Duration = Duration::from_secs(2);
+/// The longest waits at the gate.
+struct Limits {
+    /// The wait of a hand-over for commands that run. Some wait for a disk or a guest.
+    commands: Duration,
+    /// The wait of a command for a hand-over. A process that takes over may hang.
+    hand_over: Duration,
+    /// The wait for the reason of a process that has ended.
+    reason: Duration,
+}
 
-/// The longest wait of a command for a hand-over. A process that takes over may hang.
-const HAND_OVER_MAX: Duration = Duration::from_secs(30);
-
-/// The longest wait for the reason of a process that has ended.
-const REASON_MAX: Duration = Duration::from_secs(2);
+impl Default for Limits {
+    fn default() -> Self {
+        let (commands, hand_over) = (Duration::from_secs(2), Duration::from_secs(30));
+        Self { commands, hand_over, reason: Duration::from_secs(2) }
+    }
+}
 
 /// The gate between commands and changes on one side and hand-overs on the other. A change is `T`
 /// until it begins.
 pub(super) struct Gate<T> {
     state: Lock<State<T>>,
     changed: Condvar,
+    limits: Limits,
 }
 
 struct State<T> {
@@ -57,7 +66,7 @@ impl<T> Default for Gate<T> {
     fn default() -> Self {
         let (started, queued) = (BTreeMap::new(), Vec::new());
         let state = State { commands: 0, changes: 0, is_closed: false, queued, started };
-        Self { state: Lock::new(state), changed: Condvar::new() }
+        Self { state: Lock::new(state), changed: Condvar::new(), limits: Limits::default() }
     }
 }
 
@@ -65,7 +74,8 @@ impl<T> Gate<T> {
     /// Begins a command, when no hand-over runs, or after a long wait for one.
     pub(super) fn begin_command(&self) {
         let is_closed = |state: &mut State<T>| state.is_closed;
-        let waited = self.changed.wait_timeout_while(self.state.lock(), HAND_OVER_MAX, is_closed);
+        let limit = self.limits.hand_over;
+        let waited = self.changed.wait_timeout_while(self.state.lock(), limit, is_closed);
         waited.unwrap_or_else(PoisonError::into_inner).0.commands += 1;
     }
 
@@ -116,7 +126,7 @@ impl<T> Gate<T> {
             return Err(CommandError::HandingOver);
         }
         let is_busy = |state: &mut State<T>| state.commands > 0 || state.changes > 0;
-        drop(self.changed.wait_timeout_while(state, COMMANDS_MAX, is_busy));
+        drop(self.changed.wait_timeout_while(state, self.limits.commands, is_busy));
         Ok(())
     }
 
@@ -154,7 +164,8 @@ impl<T> Gate<T> {
             let start = state.started.get(&process);
             start.is_some_and(|start| start.has_asked && start.refusal.is_none())
         };
-        let waited = self.changed.wait_timeout_while(self.state.lock(), REASON_MAX, is_awaited);
+        let limit = self.limits.reason;
+        let waited = self.changed.wait_timeout_while(self.state.lock(), limit, is_awaited);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
         state.started.remove(&process)?.refusal
     }
@@ -163,32 +174,42 @@ impl<T> Gate<T> {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::time::Instant;
 
     use super::*;
+    use crate::testing::spawn_asleep;
+
+    /// Longer than a test takes: a wait that ends by its limit has missed its wake.
+    const HOPELESS: Duration = Duration::from_secs(60);
+
+    /// Runs a test with a gate whose waits end by wakes alone.
+    fn with_gate(test: impl FnOnce(&Gate<u32>)) {
+        let limits = Limits { commands: HOPELESS, hand_over: HOPELESS, reason: HOPELESS };
+        let (gate, start) = (Gate { limits, ..Gate::default() }, Instant::now());
+        test(&gate);
+        assert!(start.elapsed() < HOPELESS, "a wake was lost");
+    }
 
     #[test]
     fn commands_and_hand_overs_wait_for_each_other() {
-        let gate = Gate::<u32>::default();
+        with_gate(wait_for_commands);
+    }
+
+    fn wait_for_commands(gate: &Gate<u32>) {
         gate.begin_command();
         std::thread::scope(|threads| {
             let (begun, begins) = mpsc::channel();
-            let hand_over = threads.spawn({
-                let (gate, begun) = (&gate, begun.clone());
+            let hand_over = spawn_asleep(threads, {
+                let begun = begun.clone();
                 move || {
                     gate.begin_hand_over(7).unwrap();
                     begun.send("hand-over").unwrap();
                 }
             });
-            while !gate.state.lock().is_closed {
-                std::thread::yield_now();
-            }
             assert!(matches!(gate.begin_hand_over(8), Err(CommandError::HandingOver)));
-            threads.spawn({
-                let gate = &gate;
-                move || {
-                    gate.begin_command();
-                    begun.send("command").unwrap();
-                }
+            spawn_asleep(threads, move || {
+                gate.begin_command();
+                begun.send("command").unwrap();
             });
             assert!(begins.try_recv().is_err(), "a command runs");
             gate.end_command();
@@ -202,21 +223,18 @@ mod tests {
 
     #[test]
     fn changes_and_hand_overs_wait_for_each_other() {
-        let gate = Gate::default();
+        with_gate(wait_for_changes);
+    }
+
+    fn wait_for_changes(gate: &Gate<u32>) {
         assert_eq!(gate.begin_change(1), Some(1));
         assert!(gate.has_changes());
         std::thread::scope(|threads| {
             let (begun, begins) = mpsc::channel();
-            let hand_over = threads.spawn({
-                let gate = &gate;
-                move || {
-                    gate.begin_hand_over(7).unwrap();
-                    begun.send(()).unwrap();
-                }
+            let hand_over = spawn_asleep(threads, move || {
+                gate.begin_hand_over(7).unwrap();
+                begun.send(()).unwrap();
             });
-            while !gate.state.lock().is_closed {
-                std::thread::yield_now();
-            }
             assert_eq!(gate.begin_change(2), None, "a hand-over is about to run");
             assert!(begins.try_recv().is_err(), "something is changed");
             gate.end_change();
@@ -232,7 +250,10 @@ mod tests {
 
     #[test]
     fn a_process_that_was_started_has_its_reason() {
-        let gate = Gate::<u32>::default();
+        with_gate(wait_for_reasons);
+    }
+
+    fn wait_for_reasons(gate: &Gate<u32>) {
         let refusal = Refusal { why: "it is early".to_owned(), is_transient: true };
         gate.refuse(5, refusal.clone());
         assert_eq!(gate.reason(5), None, "it was not started");
@@ -241,7 +262,7 @@ mod tests {
         gate.start(|| (7, ()));
         gate.begin_hand_over(7).unwrap();
         std::thread::scope(|threads| {
-            let reason = threads.spawn(|| gate.reason(7));
+            let reason = spawn_asleep(threads, || gate.reason(7));
             gate.refuse(7, refusal.clone());
             assert_eq!(reason.join().unwrap(), Some(refusal));
         });
