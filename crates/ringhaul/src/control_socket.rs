@@ -69,10 +69,10 @@ impl RequestsInProgress {
         RequestGuard(self)
     }
 
-    /// Waits until no request is in progress, for at most [`LAST_ANSWERS_MAX`].
-    fn wait(&self) {
+    /// Waits until no request is in progress, for at most `limit`.
+    fn wait(&self, limit: Duration) {
         let count = self.count.lock();
-        drop(self.decreased.wait_timeout_while(count, LAST_ANSWERS_MAX, |count| *count > 0));
+        drop(self.decreased.wait_timeout_while(count, limit, |count| *count > 0));
     }
 }
 
@@ -120,7 +120,7 @@ impl ControlSocket {
     /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
     /// their pending requests first.
     pub(crate) fn hand_over(self) {
-        self.in_progress.wait();
+        self.in_progress.wait(LAST_ANSWERS_MAX);
         // Dropping would remove the socket.
         std::mem::forget(self);
     }
@@ -199,6 +199,11 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
     }
 }
 
+/// Returns true for root, and for the user of the daemon.
+fn is_owner(peer: u32, own: u32) -> bool {
+    peer == 0 || peer == own
+}
+
 /// Answers the requests of one client until it disconnects.
 fn serve_client(
     stream: UnixStream,
@@ -211,7 +216,7 @@ fn serve_client(
     let refuse =
         |code, text: &str| connection.send(&answer_line(None, Err(RpcError::new(code, text))));
     let peer = Peer::from_socket(&connection).context("cannot identify the client")?;
-    let is_owner = peer.uid == 0 || peer.uid == geteuid().as_raw();
+    let is_owner = is_owner(peer.uid, geteuid().as_raw());
     let is_member = match group {
         Some(group) => {
             peer_is_in_group(&connection, group).context("cannot read the groups of the client")?
@@ -296,7 +301,38 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::testing::spawn_asleep;
+
+    #[test]
+    fn root_and_the_user_of_the_daemon_are_owners() {
+        for (peer, own, expected) in [
+            (0, 0, true),
+            (0, 1000, true),
+            (1000, 1000, true),
+            (1000, 0, false),
+            (1001, 1000, false),
+        ] {
+            assert_eq!(is_owner(peer, own), expected, "{peer} of {own}");
+        }
+    }
+
+    #[test]
+    fn the_last_answers_are_awaited() {
+        let (in_progress, limit) = (RequestsInProgress::default(), Duration::from_secs(60));
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            let requests = [in_progress.begin(), in_progress.begin()];
+            let waits = spawn_asleep(scope, || in_progress.wait(limit));
+            for request in requests {
+                assert!(!waits.is_finished(), "a request is in progress");
+                drop(request);
+            }
+        });
+        assert!(start.elapsed() < limit, "a wake was lost");
+    }
 
     #[test]
     fn a_socket_that_pauses_can_be_stopped() {

@@ -236,6 +236,51 @@ mod tests {
         assert_eq!(connection.receive(&mut Input::default()).unwrap(), Line::End);
     }
 
+    /// A little at a time, for as long as the connection exists, or for longer than any test.
+    fn trickle(mut step: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(30) && step() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The limits are those of the whole line: progress does not renew them.
+    #[test]
+    fn a_client_that_makes_little_progress_is_dropped_too() {
+        let short = Duration::from_millis(50);
+        let (connection, mut client) = pair(|limits| {
+            (limits.line_time, limits.line_bytes) = (short, 1 << 20);
+        });
+        std::thread::scope(|scope| {
+            let writes = scope.spawn(move || trickle(|| client.write_all(b"x").is_ok()));
+            let received = connection.receive(&mut Input::default());
+            assert_eq!(received.unwrap_err().kind(), io::ErrorKind::TimedOut);
+            connection.close();
+            writes.join().unwrap();
+        });
+        let (connection, mut client) = pair(|limits| limits.taken_within = short);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                trickle(|| client.read(&mut [0; 4096]).is_ok_and(|bytes| bytes > 0))
+            });
+            let sent = connection.send(&"x".repeat(64 << 20));
+            assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        });
+    }
+
+    #[test]
+    fn a_reader_without_limits_waits_and_a_writer_does_not() {
+        let (connection, mut client) = pair(|_| {});
+        client.write_all(b"one\ntwo\n").unwrap();
+        let mut input = Input::default();
+        assert_eq!(connection.receive(&mut input).unwrap(), whole("one"));
+        let (rest, stream) = connection.make_blocking(input).unwrap();
+        assert_eq!(rest.into_inner(), b"two\n");
+        let flags = rustix::fs::fcntl_getfl(stream).unwrap();
+        assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK));
+        assert_eq!(stream.write_timeout().unwrap(), Some(connection.limits.taken_within));
+    }
+
     #[test]
     fn a_long_line_is_sent_in_pieces() {
         let (connection, mut client) = pair(|_| {});

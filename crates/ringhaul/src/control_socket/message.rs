@@ -19,60 +19,38 @@ pub(super) struct Request {
     pub(super) params: Value,
 }
 
-/// The kind of an error, for programs. The first four numbers are JSON-RPC's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Code {
-    /// The line is no JSON.
-    NoJson = -32700,
-    /// The line is no request.
-    NoRequest = -32600,
-    /// No method has this name.
-    NoMethod = -32601,
-    /// The parameters are not those of the method.
-    Params = -32602,
-    /// The request was tried, and failed.
-    Failed = 1,
-    /// No export or unit has this name.
-    Unknown = 2,
-    /// The export or unit exists already.
-    Exists = 3,
-    /// The request is too early or too late, or the object is being changed.
-    Busy = 4,
-    /// The export is of another kind.
-    WrongKind = 5,
-    /// The daemon is ending.
-    Ending = 6,
-    /// This client is not served.
-    Refused = 7,
-    /// The request was not finished by the deadline, and continues.
-    Unfinished = 8,
-    /// The request was carried out, but is not in the state file.
-    NotKept = 9,
-    /// No program has taken over; another try may succeed.
-    UpgradeLater = 10,
-    /// The program will not take over.
-    UpgradeRefused = 11,
+/// Defines the codes with their numbers and meanings, and the list of all.
+macro_rules! codes {
+    ($($name:ident = $number:expr, $meaning:literal;)+) => {
+        /// The kind of an error, for programs. The first four numbers are JSON-RPC's.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Code {
+            $(#[doc = $meaning] $name = $number,)+
+        }
+
+        impl Code {
+            /// All codes with their meanings.
+            pub(super) const ALL: &[(Self, &str)] = &[$((Self::$name, $meaning)),+];
+        }
+    };
 }
 
-impl Code {
-    /// All codes with their meanings.
-    pub(super) const ALL: [(Self, &str); 15] = [
-        (Self::NoJson, "the line is not JSON"),
-        (Self::NoRequest, "the line is not a request"),
-        (Self::NoMethod, "no method has this name"),
-        (Self::Params, "the parameters are not those of the method"),
-        (Self::Failed, "the request was tried and failed"),
-        (Self::Unknown, "no export or unit has this name"),
-        (Self::Exists, "an export or unit has this name already"),
-        (Self::Busy, "the request is too early or too late, or another change is in progress"),
-        (Self::WrongKind, "the export is of another kind"),
-        (Self::Ending, "the daemon is ending, or another process has taken over from it"),
-        (Self::Refused, "this client is not served"),
-        (Self::Unfinished, "the request was not finished by the deadline, and continues"),
-        (Self::NotKept, "the change was made, but not saved: a restart would undo it"),
-        (Self::UpgradeLater, "the program has not taken over; try again"),
-        (Self::UpgradeRefused, "the program has not taken over; do not try again"),
-    ];
+codes! {
+    NoJson = -32700, "the line is not JSON";
+    NoRequest = -32600, "the line is not a request";
+    NoMethod = -32601, "no method has this name";
+    Params = -32602, "the parameters are not those of the method";
+    Failed = 1, "the request was tried and failed";
+    Unknown = 2, "no export or unit has this name";
+    Exists = 3, "an export or unit has this name already";
+    Busy = 4, "the request is too early or too late, or another change is in progress";
+    WrongKind = 5, "the export is of another kind";
+    Ending = 6, "the daemon is ending, or another process has taken over from it";
+    Refused = 7, "this client is not served";
+    Unfinished = 8, "the request was not finished by the deadline, and continues";
+    NotKept = 9, "the change was made, but not saved: a restart would undo it";
+    UpgradeLater = 10, "the program has not taken over; try again";
+    UpgradeRefused = 11, "the program has not taken over; do not try again";
 }
 
 /// The reason that a request was not carried out, with advice.
@@ -180,6 +158,8 @@ pub(super) fn event_line(event: &ExportEvent) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::UnitPlace;
+    use crate::spec::command::ExportState;
 
     #[test]
     fn requests_are_read_and_others_are_refused() {
@@ -197,6 +177,8 @@ mod tests {
             (br#"{"jsonrpc": "1.0", "id": 1, "method": "ping"}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": 1, "method": 3}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": {}, "method": "ping"}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": [1], "method": "ping"}"#, Code::NoRequest),
+            (br#"{"jsonrpc": "2.0", "id": true, "method": "ping"}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": 1, "method": "ping", "x": 1}"#, Code::NoRequest),
             (br#"{"jsonrpc": "2.0", "id": 1, "id": 2, "method": "ping"}"#, Code::NoJson),
         ] {
@@ -210,6 +192,51 @@ mod tests {
             let request = Request::parse(line.as_bytes()).unwrap();
             assert_eq!(request.id.as_deref(), Some(id));
         }
+    }
+
+    /// Programs decide by the code, and an upgrade by the last column, whether to try again.
+    #[test]
+    fn each_error_of_a_command_has_its_code() {
+        use CommandError as E;
+        let (name, place) = (|| "vm".to_owned(), UnitPlace { target: 0, lun: 1 });
+        let why = || anyhow::anyhow!("why");
+        for (error, code, is_transient) in [
+            (E::Exists(name()), Code::Exists, false),
+            (E::Unknown(name()), Code::Unknown, false),
+            (E::Busy(name(), ExportState::Opening), Code::Busy, true),
+            (E::NotEnded(name(), String::new()), Code::Unfinished, false),
+            (E::NoUnits(name()), Code::WrongKind, false),
+            (E::NoDisk(name()), Code::WrongKind, false),
+            (E::UnitExists(name(), place), Code::Exists, false),
+            (E::UnitBusy(name(), place), Code::Busy, true),
+            (E::UnitBeingCancelled(name(), place), Code::Busy, true),
+            (E::UnitCancelled(name(), place), Code::Busy, false),
+            (E::DiskBusy(name()), Code::Busy, true),
+            (E::Cancelled(name()), Code::Busy, false),
+            (E::UnknownUnit(name(), place), Code::Unknown, false),
+            (E::HandingOver, Code::Busy, true),
+            (E::HandedOver(7), Code::Ending, false),
+            (E::Changed, Code::Busy, true),
+            (E::NotPaused(String::new()), Code::Busy, true),
+            (E::NotNow(why()), Code::Busy, true),
+            (E::UpgradeLater(String::new()), Code::UpgradeLater, false),
+            (E::UpgradeRefused(String::new()), Code::UpgradeRefused, false),
+            (E::NotSaved(why()), Code::NotKept, false),
+            (E::Forgotten(name()), Code::Unknown, false),
+            (E::Ending, Code::Ending, false),
+            (E::Invalid(why()), Code::Params, false),
+            (E::Failed(why()), Code::Failed, false),
+        ] {
+            let told = RpcError::from(&error);
+            assert_eq!(told, RpcError::new(code, error.to_string()));
+            assert_eq!(error.is_transient(), is_transient, "{error:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_tells_no_secret() {
+        let told = RpcError::new(Code::Failed, "cannot open nbd://user:secret@host/x");
+        assert!(!told.message.contains("secret"), "{}", told.message);
     }
 
     #[test]

@@ -136,7 +136,8 @@ pub fn schema() -> Value {
     let methods = METHODS.map(|method| (method.name().to_owned(), method.schema(&mut schemas)));
     let methods = Map::from_iter(methods);
     let event = schemas.written::<ExportEvent>();
-    let errors = Code::ALL.map(|(code, meaning)| ((code as i32).to_string(), json!(meaning)));
+    let errors =
+        Code::ALL.iter().map(|(code, meaning)| ((*code as i32).to_string(), json!(meaning)));
     json!({
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "version": env!("CARGO_PKG_VERSION"),
@@ -384,8 +385,12 @@ fn shutdown(_: Shutdown, client: &mut Client) -> Result<Done, RpcError> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::sync::{Arc, Weak};
 
+    use super::super::client_quota::ClientQuota;
+    use super::super::connection::{Connection, LIMITS};
     use super::*;
+    use crate::socket::peer::Peer;
 
     /// Collects all keys of objects that a schema describes, and all words that it takes.
     fn names(schema: &Value, found: &mut BTreeSet<String>) {
@@ -497,6 +502,60 @@ mod tests {
         let problem = problem_of("lun.new", json!({})).unwrap();
         assert_eq!(problem, RpcError::new(Code::NoMethod, message_of(&problem)));
         assert!(message_of(&problem).contains("lun.add, lun.remove"));
+    }
+
+    /// The slots for requests that wait depend on it.
+    #[test]
+    fn methods_that_may_wait_or_end_the_process_are_marked() {
+        let of = |kind| METHODS.into_iter().filter(move |method| method.kind() == kind);
+        let names = |kind| of(kind).map(|method| method.name()).collect::<Vec<_>>();
+        let waiting =
+            ["export.add", "export.remove", "lun.add", "lun.remove", "disk.resize", "upgrade"];
+        assert_eq!(names(Kind::MayWait), waiting);
+        assert_eq!(names(Kind::Ends), ["shutdown"]);
+    }
+
+    #[test]
+    fn a_disk_is_named_by_its_target_and_lun() {
+        assert_eq!(place(None, None).unwrap(), None);
+        assert_eq!(place(None, Some(7)).unwrap(), Some(UnitPlace { target: 0, lun: 7 }));
+        assert_eq!(place(Some(3), Some(7)).unwrap(), Some(UnitPlace { target: 3, lun: 7 }));
+        let problem = place(Some(3), None).unwrap_err();
+        assert_eq!(problem, RpcError::new(Code::Params, message_of(&problem)));
+    }
+
+    /// A member of the group gets neither the disks nor the rights of the daemon.
+    #[test]
+    fn a_member_may_call_every_method_but_the_upgrade() {
+        let unit = json!({ "lun": 1, "disk": { "null": { "size-bytes": 512 } } });
+        let export = json!({ "endpoint": { "path": "/a" }, "device": { "scsi": [] } });
+        for method in METHODS {
+            let params = match method.name() {
+                "export.add" => export.clone(),
+                "export.show" | "export.remove" | "disk.set" | "disk.resize" | "disk.resume" => {
+                    json!({ "export": "/a" })
+                }
+                "lun.add" => json!({ "export": "/a", "unit": unit }),
+                "lun.remove" => json!({ "export": "/a", "lun": 1 }),
+                "upgrade" => json!({ "binary": "/bin/true" }),
+                _ => json!({}),
+            };
+            let call = method.with(params).unwrap();
+            // A daemon that has ended refuses the rest.
+            let refused = call(&mut member()).err();
+            let is_refused = refused.as_ref().is_some_and(|problem| {
+                *problem == RpcError::new(Code::Refused, message_of(problem))
+            });
+            assert_eq!(is_refused, method.name() == "upgrade", "{}: {refused:?}", method.name());
+        }
+    }
+
+    fn member() -> Client {
+        let (ours, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        let peer = Peer::from_socket(&ours).unwrap();
+        let slot = ClientQuota::default().take(false).unwrap();
+        let connection = Arc::new(Connection::new(ours, LIMITS).unwrap());
+        Client::new(Weak::new(), peer, slot, connection)
     }
 
     #[test]
