@@ -498,6 +498,39 @@ mod tests {
         assert!(!path.exists());
     }
 
+    /// Its other users find it as they had made it, when the last daemon ends.
+    #[test]
+    fn an_inherited_listener_belongs_to_the_process_that_keeps_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        for was_blocking in [true, false] {
+            listener.set_nonblocking(!was_blocking).unwrap();
+            let ours = listener.try_clone().unwrap();
+            let before = Endpoint::inherit_listener(ours.into()).unwrap();
+            let is_blocking = || !fcntl_getfl(&listener).unwrap().contains(OFlags::NONBLOCK);
+            let taken = || {
+                let mut fds = PassedFds::default();
+                let state = before.hand_over(&mut fds).unwrap();
+                let state = serde_json::to_string(&state).unwrap();
+                Endpoint::take_over(serde_json::from_str(&state).unwrap(), &mut fds).unwrap()
+            };
+            drop(taken());
+            assert!(!is_blocking(), "the old process still uses it");
+            let mut after = taken();
+            after.keep();
+            drop(after);
+            assert_eq!(is_blocking(), was_blocking);
+            std::mem::forget(before);
+        }
+    }
+
+    #[test]
+    fn a_path_has_the_length_of_a_socket_at_most() {
+        let check = |bytes: usize| Endpoint::check_length(Path::new(&"x".repeat(bytes)), "--there");
+        assert!(check(SOCKET_PATH_BYTES).is_ok() && check(SOCKET_PATH_BYTES + 1).is_err());
+        assert!(SocketAddrUnix::new("x".repeat(SOCKET_PATH_BYTES)).is_ok());
+    }
+
     #[test]
     fn a_private_socket_is_private_from_its_beginning() {
         let folder = tempfile::tempdir().unwrap();

@@ -10,6 +10,8 @@
 
 pub(crate) mod new_process;
 pub(crate) mod old_process;
+#[cfg(test)]
+mod tests;
 pub(crate) mod wire;
 
 use std::path::Path;

@@ -483,6 +483,8 @@ mod tests {
     use device::blk::config::BlkOptions;
     use device::scsi::config::ScsiOptions;
     use rustix::event::{Timespec, poll};
+    use serde_json::json;
+    use vhost_user::PassedFds;
     use virtqueue::MemoryFiles;
 
     use super::*;
@@ -501,10 +503,13 @@ mod tests {
 
     impl Scene {
         fn new(endpoint: Endpoint) -> Self {
+            Self::on(DiskSource::null(1 << 20, &DiskOptions::default()).unwrap(), endpoint)
+        }
+
+        fn on(disk: DiskSource, endpoint: Endpoint) -> Self {
             let config =
                 IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
             let io = IoThread::new(&config).unwrap();
-            let disk = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
             let log = Arc::new(ExportLog::new("test"));
             let events = Arc::<ExportLog>::clone(&log);
             let device = Device::blk(disk.clone(), BlkOptions::default(), events);
@@ -642,6 +647,45 @@ mod tests {
         assert!(export.has_ended() && !seen(&export).1);
         assert_eq!(export.status().waits_for.as_deref(), Some(NOT_CLOSED));
         assert_eq!(second.read(&mut [0]).unwrap(), 0);
+    }
+
+    /// State that is not handed over is lost.
+    #[test]
+    fn no_part_of_the_progress_of_an_export_is_lost_on_its_way() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let connection = || {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+            let disk = DiskSource::file(file.path(), &options).unwrap();
+            (Scene::on(disk, Endpoint::Connection(ours)), theirs)
+        };
+        let ((mut old, _front_end), (mut new, _other)) = (connection(), connection());
+        let mut export = old.export();
+        run(&mut export);
+        let long = Duration::from_secs(1000);
+        export.connected = Instant::now().checked_sub(long).unwrap();
+        export.sessions = 7;
+        old.disk.hand_over().inherit(Some(libc::EIO), false);
+        export.begin_pause();
+        run(&mut export);
+        assert!(export.has_paused());
+        let progress = |export: &Export, fds: &mut PassedFds| {
+            let progress = export.progress_so_far(fds).unwrap();
+            (serde_json::to_value(&progress).unwrap(), progress)
+        };
+        let mut fds = PassedFds::default();
+        let (mut first, handed) = progress(&export, &mut fds);
+        assert_eq!((&first["losses"], &first["flushed"]), (&json!([libc::EIO]), &json!([false])));
+        let (setup, now) = (new.setup.take().unwrap(), Instant::now());
+        let taken = Export::take_over((setup, handed), Waker::noop(), &mut fds, now).unwrap();
+        assert!(taken.has_paused() && taken.is_connection_logged && taken.sessions == 7);
+        let (mut second, _) = progress(&taken, &mut PassedFds::default());
+        for progress in [&mut first, &mut second] {
+            let connected = progress["connected"].take();
+            assert!(connected["secs"].as_u64() >= Some(long.as_secs()), "{connected}");
+        }
+        assert_eq!(second, first);
     }
 
     #[test]

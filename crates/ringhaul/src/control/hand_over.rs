@@ -225,3 +225,26 @@ impl Export {
         Ok(export)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A query never waits, and an end does not wait for a process that may hang.
+    #[test]
+    fn orders_wait_only_where_the_hand_over_is_at_stake() {
+        use OrderKind::{Change, End, HandOver as Step, Query};
+        let kinds = [Query, Step, Change, End];
+        let pausing = || HandOver::Pausing { since: Instant::now(), answer: oneshot::channel().0 };
+        for (phase, holds) in [
+            (pausing(), [false, false, true, false]),
+            (HandOver::Paused, [false, false, true, false]),
+            (HandOver::Committed, [false, false, true, true]),
+            (HandOver::Resuming(oneshot::channel().0), [false; 4]),
+        ] {
+            assert_eq!(kinds.map(|kind| phase.holds(kind)), holds);
+            let is_limited = matches!(phase, HandOver::Pausing { .. });
+            assert_eq!(phase.deadline().is_some(), is_limited);
+        }
+    }
+}

@@ -243,6 +243,11 @@ mod tests {
         let (identity, own) = (identity_of(&socket), Some(getegid().as_raw()));
         give_to(&socket, identity, own).unwrap();
         assert_eq!(mode_of(&socket), 0o660);
+        if geteuid().is_root() {
+            std::os::unix::fs::chown(&socket, Some(54_321), None).unwrap();
+            assert!(give_to(&socket, identity, own).is_err(), "it belongs to another user");
+            std::os::unix::fs::chown(&socket, Some(0), None).unwrap();
+        }
 
         fs::rename(&socket, path("moved")).unwrap();
         fs::set_permissions(path("moved"), Permissions::from_mode(0o600)).unwrap();

@@ -338,10 +338,13 @@ mod tests {
             let (daemon, _ending) = Daemon::start(args, None).unwrap();
             super::set(&daemon, &before).unwrap();
             let (ours, theirs) = UnixStream::pair().unwrap();
+            ours.set_read_timeout(Some(ANSWER_MAX)).unwrap();
             let (taken, ()) = std::thread::scope(|scope| {
                 scope.spawn(|| stop_and_leave(&theirs, &late));
                 predecessor(ours, &before).take(&daemon, || Ok(())).unwrap()
             });
+            let limit = taken.receiver.stream().read_timeout().unwrap();
+            assert_eq!(limit, None, "the confirmation may take any time");
             let _last_words = taken.resume(&daemon);
             let reply = daemon.handle(Command::Set(SettingsChange::default())).unwrap();
             let Reply::Settings(now) = reply else { panic!("{reply:?}") };

@@ -23,9 +23,9 @@ use crate::spec::command::CommandError;
 use crate::threads::ownership::Refusal;
 
 /// The time that the new process may take to open the exports.
-const OPEN_MAX: Duration = Duration::from_secs(300);
+pub(super) const OPEN_MAX: Duration = Duration::from_secs(300);
 /// The time that the new process may take while queues are stopped: guests wait.
-const TAKE_MAX: Duration = Duration::from_secs(5);
+pub(super) const TAKE_MAX: Duration = Duration::from_secs(5);
 /// The codes of a refusal, like on the control socket: try again later, or not.
 const LATER: i32 = 10;
 const FAILED: i32 = 1;

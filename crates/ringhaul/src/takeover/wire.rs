@@ -15,7 +15,7 @@ use rustix::net::{
 use rustix::time::{ClockId, clock_gettime};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
-const MAX_FDS: usize = 253;
+pub(super) const MAX_FDS: usize = 253;
 
 /// The longest answer, in bytes.
 const LINE_MAX: usize = 64 << 20;
@@ -119,6 +119,7 @@ mod tests {
     use std::io::Write;
 
     use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::FdFlags;
 
     use super::*;
 
@@ -138,6 +139,8 @@ mod tests {
         for (line, count) in [("one\n", 500), ("two\n", 100)] {
             assert_eq!(receiver.line().unwrap().unwrap(), line.as_bytes());
             for fd in receiver.fds(count).unwrap() {
+                let flags = rustix::io::fcntl_getfd(&fd).unwrap();
+                assert!(flags.contains(FdFlags::CLOEXEC), "a child inherits it");
                 let mut value = [0; 8];
                 rustix::io::read(fd, &mut value).unwrap();
                 assert_eq!(u64::from_ne_bytes(value), next);
