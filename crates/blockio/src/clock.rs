@@ -3,10 +3,50 @@
 #[cfg(ringhaul_sim)]
 mod sim;
 
+use std::cell::Cell;
+use std::time::Instant;
+
 #[cfg(not(ringhaul_sim))]
 pub use real::*;
 #[cfg(ringhaul_sim)]
 pub use sim::*;
+
+/// The clock of one loop: the time at its last harvest, or at the end of its last sleep. It is read
+/// without a system call.
+#[derive(Debug)]
+pub struct LoopClock {
+    start: Instant,
+    now: Cell<Instant>,
+    /// The time since `start`.
+    now_ns: Cell<u64>,
+}
+
+impl LoopClock {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self { start: now, now: Cell::new(now), now_ns: Cell::new(0) }
+    }
+
+    #[inline]
+    pub(crate) fn set(&self, now: Instant) {
+        self.now.set(now);
+        let since = now.saturating_duration_since(self.start);
+        self.now_ns.set(since.as_secs() * 1_000_000_000 + u64::from(since.subsec_nanos()));
+    }
+
+    /// The time.
+    #[inline]
+    #[must_use]
+    pub fn recently(&self) -> Instant {
+        self.now.get()
+    }
+
+    /// The time in nanoseconds since the start of the loop.
+    #[inline]
+    #[must_use]
+    pub fn nanoseconds(&self) -> u64 {
+        self.now_ns.get()
+    }
+}
 
 /// The kernel's monotonic clock.
 #[cfg(not(ringhaul_sim))]

@@ -36,6 +36,7 @@ use std::time::Instant;
 
 use iomem::Buffers;
 
+use crate::clock::LoopClock;
 pub use crate::disk::driver::{Driver, DriverSource, FilePosition, Opened, Request};
 pub use crate::disk::file::source::FileSource;
 pub use crate::disk::foreign::not_qcow2;
@@ -69,7 +70,13 @@ impl Io {
     /// The time at which the current round of the loop began: a reading without a system call.
     #[must_use]
     pub fn recently(&self) -> Instant {
-        self.state.recently.get()
+        self.state.clock.recently()
+    }
+
+    /// The clock of this loop, for sources that read it often.
+    #[must_use]
+    pub fn clock(&self) -> Rc<LoopClock> {
+        Rc::clone(&self.state.clock)
     }
 
     /// The owner to [wake](Self::wake_owner) for a future that is polled with `cx`.

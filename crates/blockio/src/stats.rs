@@ -48,6 +48,27 @@ impl Gauge {
     }
 }
 
+/// The largest of the numbers that one thread has noted since a reader last took it.
+#[derive(Debug, Default)]
+pub struct Peak(AtomicU64);
+
+impl Peak {
+    /// Notes a number. Only the owning thread may call it. A number that comes while a reader takes
+    /// the peak counts before or after it.
+    #[inline]
+    pub fn note(&self, value: u64) {
+        if value > self.0.load(Ordering::Relaxed) {
+            self.0.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the peak: the next one begins at 0. Any thread may call it.
+    #[must_use]
+    pub fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
+    }
+}
+
 /// The number of buckets if a value keeps `bits` bits below its highest one.
 const fn bucket_count(bits: u32) -> usize {
     (64 - bits as usize + 1) << bits
@@ -299,6 +320,12 @@ pub struct Stats {
     pub lists: ListStats,
     /// Reads and writes whose completions were polled for.
     pub polled: Counter,
+    /// Nanoseconds of busy-polling that ended with an event.
+    pub poll_useful_ns: Counter,
+    /// Nanoseconds of busy-polling that ended with a sleep.
+    pub poll_useless_ns: Counter,
+    /// The id of the thread; 0 before its first turn.
+    pub(crate) thread_id: Gauge,
     /// Submits that the kernel refused for lack of resources (EAGAIN).
     pub submit_again: Counter,
     /// Operations that the kernel did not answer for 5 seconds. The loop checks for them each
@@ -328,6 +355,23 @@ impl Stats {
     #[inline]
     pub(crate) fn submit_ends(&self) {
         self.submit.set(0);
+    }
+
+    /// Counts a time of busy-polling that has `found` an event or nothing.
+    #[inline]
+    pub(crate) fn record_poll(&self, time: Duration, found: bool) {
+        let counter = if found { &self.poll_useful_ns } else { &self.poll_useless_ns };
+        counter.add(nanoseconds(time));
+    }
+
+    /// The CPU time of the thread in nanoseconds, and the time for which it was ready and waited
+    /// for a CPU. `None` if the thread has ended, or the kernel does not count them.
+    #[must_use]
+    pub fn cpu_times(&self) -> Option<(u64, u64)> {
+        let path = format!("/proc/self/task/{}/schedstat", self.thread_id.get());
+        let text = std::fs::read_to_string(path).ok()?;
+        let mut numbers = text.split_ascii_whitespace().map(str::parse);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
     /// The file of the present submit: if the loop no longer turns, it waits for this file. `None`

@@ -21,7 +21,7 @@ use crate::thread::io::Io;
 
 /// Sets the time that [`Io::recently`] returns until the next round.
 pub fn set_recently(io: &Io, now: Instant) {
-    io.state.recently.set(now);
+    io.state.clock.set(now);
 }
 
 /// The number of timers of the IoThread.

@@ -7,13 +7,12 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::Instant;
 
 use iomem::Buffers;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
-use crate::clock;
+use crate::clock::{self, LoopClock};
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::engine::Engine;
 use crate::error::Error;
@@ -74,8 +73,7 @@ pub(crate) struct LoopState {
     pub(crate) stopped: Cell<bool>,
     /// True if a bound on bytes has kept queued ops back for the next round.
     pub(crate) has_kept_ops: Cell<bool>,
-    /// The time at the last harvest, or at the end of the last sleep.
-    pub(crate) recently: Cell<Instant>,
+    pub(crate) clock: Rc<LoopClock>,
     /// Tasks of sources that have work. Empty between waits; kept so that waits allocate nothing.
     pub(crate) found: RefCell<Vec<TaskKey>>,
 }
@@ -195,7 +193,7 @@ impl Io {
                 in_turn: Cell::new(false),
                 stopped: Cell::new(false),
                 has_kept_ops: Cell::new(false),
-                recently: Cell::new(now),
+                clock: Rc::new(LoopClock::new(now)),
                 found: RefCell::default(),
             },
             checks: Checks::new(config.bytes.round),

@@ -56,6 +56,9 @@ impl IoThread {
             );
         }
         let (io, descriptor) = Io::new(config)?;
+        io.stats()
+            .thread_id
+            .set(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs().into());
         Ok(Self { io: Rc::new(io), descriptor })
     }
 

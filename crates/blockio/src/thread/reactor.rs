@@ -1,6 +1,5 @@
 //! The events that an IoThread waits for: eventfds, timers, and the sources that it serves.
 
-use std::cell::Cell;
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::rc::Rc;
@@ -9,7 +8,7 @@ use std::time::Instant;
 use iomem::fits;
 use rustix::fd::{AsFd, OwnedFd};
 
-use crate::clock;
+use crate::clock::{self, LoopClock};
 use crate::engine::Engine;
 use crate::engine::interest::Interest;
 use crate::error::Error;
@@ -237,20 +236,16 @@ impl Reactor {
         }
     }
 
-    /// Calls `expired` for the owners of due timers. Updates `recently`, which may be old, because
-    /// the woken futures compare their time with it.
-    pub(crate) fn expire_timers(
-        &mut self,
-        recently: &Cell<Instant>,
-        mut expired: impl FnMut(Owner),
-    ) {
+    /// Calls `expired` for the owners of due timers. Updates `loop_clock`, which may be old,
+    /// because the woken futures compare their time with it.
+    pub(crate) fn expire_timers(&mut self, loop_clock: &LoopClock, mut expired: impl FnMut(Owner)) {
         if self.timers.is_empty() {
             return;
         }
         let now = clock::now();
         while self.next_timer().is_some_and(|when| when <= now) {
             if let Some(Reverse(timer)) = self.timers.pop() {
-                recently.set(now);
+                loop_clock.set(now);
                 expired(timer.owner);
             }
         }

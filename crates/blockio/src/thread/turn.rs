@@ -223,7 +223,7 @@ impl Io {
                 break;
             }
         }
-        self.state.recently.set(done.now);
+        self.state.clock.set(done.now);
         self.poll_window.record_foreign_ops(foreign - done.slots.foreign(), done.now);
         let was_full = done.slots.lanes.keeps_for_next_round() || moves == MOVES_MAX;
         self.checks.end_round(done.now, done.slots.lanes.begin_round());
@@ -292,12 +292,12 @@ impl Io {
                 self.checks.note();
                 let now = clock::now();
                 self.poll_window.end_sleep(&sleep, now);
-                self.state.recently.set(now);
+                self.state.clock.set(now);
             }
         }
         self.reactor
             .borrow_mut()
-            .expire_timers(&self.state.recently, |owner| self.tasks.running.wake(owner));
+            .expire_timers(&self.state.clock, |owner| self.tasks.running.wake(owner));
         for key in woken.drain(..) {
             self.tasks.executor.borrow_mut().wake(key);
         }
@@ -307,9 +307,9 @@ impl Io {
         self.submit_and_harvest();
         if wait == Wait::Never && !self.stalled.is_empty() {
             // If all late ops are answered, no harvest sets the time.
-            self.state.recently.set(clock::now());
+            self.state.clock.set(clock::now());
         }
-        let recently = self.state.recently.get();
+        let recently = self.state.clock.recently();
         if self.stalled.is_due(recently) {
             self.stalled.check_and_log(recently, &self.ops.borrow().slots, &self.stats);
         }
@@ -384,7 +384,7 @@ impl Io {
         ops.assert_may_sleep(!sleeps && self.state.has_kept_ops.get());
         if !sleeps {
             // A deadline in the past: the call does not wait, and the clock need not be read.
-            let now = self.state.recently.get();
+            let now = self.state.clock.recently();
             return self.wait_in_kernel(&mut ops, Some(now), now);
         }
         // A watcher outside of the thread ends this sleep now and then, to check for late ops.
@@ -445,6 +445,9 @@ impl Io {
             let polled = now.saturating_duration_since(since);
             if found || polled >= window {
                 self.poll_window.record_poll(awaited, polled, found);
+                self.stats.record_poll(polled, found);
+                // The next round may read no clock.
+                self.state.clock.set(now);
                 return found;
             }
             clock::spin();
