@@ -24,7 +24,7 @@ use crate::scsi::config::{FIRST_REQUEST_QUEUE, ScsiOptions};
 use crate::scsi::control_queue::ControlHandler;
 use crate::scsi::event_queue::EventQueue;
 use crate::scsi::request::RequestHandler;
-use crate::stats::{QueueStats, RequestTotals};
+use crate::stats::{Peaks, QueueStats, RequestTotals};
 
 /// The capacity, at the start of virtio-blk's configuration space (virtio 1.3, section 5.2.4).
 const CAPACITY_BYTES: usize = 8;
@@ -272,10 +272,23 @@ impl Device {
         self.core().queue_stats(index)
     }
 
-    /// Counters of all queues together since the device was made.
+    /// Counters of all queues together since the device was made, with those that were
+    /// [added](Self::add_totals).
     #[must_use]
     pub fn totals(&self) -> RequestTotals {
         self.core().totals()
+    }
+
+    /// Adds the totals of the process from which this one has taken over.
+    pub fn add_totals(&self, earlier: RequestTotals) {
+        self.core().add_earlier(earlier);
+    }
+
+    /// Takes the greatest depth of a queue and the longest latencies since the last call. Several
+    /// readers must share the result.
+    #[must_use]
+    pub fn take_peaks(&self) -> Peaks {
+        self.core().take_peaks()
     }
 
     /// The moment since which the disk has not answered, if that is some seconds ago.

@@ -13,7 +13,7 @@ use crate::events::Events;
 use crate::queue::call_watch::CallTrust;
 use crate::queue::data_budget::DataBudget;
 use crate::queue::queue_setup::QueueOptions;
-use crate::stats::{QueueStats, RequestTotals};
+use crate::stats::{Peaks, QueueStats, RequestTotals};
 
 /// A status or response code as a byte: the ring has one byte for it, the headers of Linux have
 /// more.
@@ -47,6 +47,8 @@ pub(crate) struct DeviceCore {
     pub(crate) options: CoreOptions,
     /// Counters of each queue that was ever started, by its number.
     stats: Lock<BTreeMap<u16, Arc<QueueStats>>>,
+    /// The totals of earlier processes.
+    earlier: Lock<RequestTotals>,
     /// True if another process has stopped the queues and handed them over.
     was_handed_over: AtomicBool,
 }
@@ -54,9 +56,9 @@ pub(crate) struct DeviceCore {
 impl DeviceCore {
     pub(crate) fn new(options: CoreOptions, events: Arc<dyn Events>) -> Self {
         let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
-        let (features, stats) = (AtomicU64::new(0), Lock::default());
+        let (features, stats, earlier) = (AtomicU64::new(0), Lock::default(), Lock::default());
         let (data_budget, was_handed_over) = (Arc::default(), AtomicBool::new(false));
-        Self { features, data_budget, events, trust, options, stats, was_handed_over }
+        Self { features, data_budget, events, trust, options, stats, earlier, was_handed_over }
     }
 
     /// Notes that another process of this program has stopped the queues that start from now on.
@@ -108,9 +110,21 @@ impl DeviceCore {
         self.stats.lock().get(&index).cloned()
     }
 
-    /// Counters of all queues together.
+    /// Takes the peaks of all queues.
+    pub(crate) fn take_peaks(&self) -> Peaks {
+        let mut peaks = Peaks::default();
+        self.stats.lock().values().for_each(|stats| peaks.include(stats.take_peaks()));
+        peaks
+    }
+
+    /// Adds the totals of an earlier process.
+    pub(crate) fn add_earlier(&self, totals: RequestTotals) {
+        *self.earlier.lock() += totals;
+    }
+
+    /// Counters of all queues together, those of earlier processes included.
     pub(crate) fn totals(&self) -> RequestTotals {
-        let mut totals = RequestTotals::default();
+        let mut totals = *self.earlier.lock();
         self.stats.lock().values().for_each(|stats| totals += stats.totals());
         totals
     }

@@ -35,4 +35,7 @@ pub use queue::call_watch::{CallWatch, WatchError, prepare_calls};
 pub use queue::data_budget::SMALL_REQUEST_BYTES;
 pub use queue::queue_setup::{QueueSetup, Ring, StartError, StopKind};
 pub use queue::queue_status::QueueView;
-pub use stats::{KindStats, QueueStats, RequestCounts, RequestKind, RequestTotals};
+pub use stats::{
+    ErrorCause, KindStats, LATENCY_BOUNDS, Latency, LatencyStats, Peaks, QueueStats, RequestCounts,
+    RequestKind, RequestTotals, latency_bound_ns,
+};

@@ -10,13 +10,13 @@ pub(crate) mod per_thread;
 pub(crate) mod queue_setup;
 pub(crate) mod queue_status;
 pub(crate) mod queue_task;
+pub(crate) mod reports;
 pub(crate) mod request_barrier;
 mod room;
 mod stop;
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::error::Error;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,13 +24,14 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Instant;
 
+use blockio::clock::LoopClock;
 use blockio::thread::{Armed, RegisteredMemory, Source};
 use blockio::{Io, Remote, clock};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
 
 use crate::events::{Events, QueueFault};
-use crate::stats::{QueueStats, RequestKind};
+use crate::stats::QueueStats;
 use batching::{Batching, QueueState, Run};
 use buffer_budget::ListBudget;
 use call_watch::{Caller, Eventfds};
@@ -143,6 +144,7 @@ struct Reports {
     requests: Arc<QueueStats>,
     /// Counters of the IoThread.
     stats: Arc<blockio::stats::Stats>,
+    clock: Rc<LoopClock>,
 }
 
 impl Queue {
@@ -196,6 +198,7 @@ impl Queue {
                 events: options.events,
                 requests: options.stats,
                 stats: Arc::clone(io.stats()),
+                clock: io.clock(),
             },
         });
         io.share(key(&status), &queue);
@@ -331,6 +334,9 @@ impl Queue {
         }
         let state =
             QueueState { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
+        if available > 0 {
+            self.reports.requests.depth_peak.note(state.unanswered().into());
+        }
         batching.begin(state, || ring.driver_sleeps())
     }
 
@@ -378,9 +384,10 @@ impl Queue {
     /// Publishes remaining answers, and calls the driver if it wants a call.
     fn call_if_wanted(&self, ring: &mut SplitQueue, batching: &mut Batching) {
         batching.answered(ring.publish_quietly());
-        if ring.publish()
-            && let Some(call) = &*self.eventfds.call.borrow()
-        {
+        if !ring.publish() {
+            self.reports.requests.calls_suppressed.add(1);
+        } else if let Some(call) = &*self.eventfds.call.borrow() {
+            self.reports.requests.calls.add(1);
             let before = ring.available_now();
             batching.call_begins(before + ring.in_device(), ring.next_avail().wrapping_add(before));
             self.reports.stats.syscalls.eventfd_write.add(1);
@@ -398,19 +405,6 @@ impl Queue {
         !self.flags.broken.get() && !self.flags.stopping.get()
     }
 
-    /// Counts a successful request that is about to be pushed, and its bytes.
-    #[inline]
-    pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
-        self.reports.requests.count(kind, bytes);
-    }
-
-    /// Counts a request that is about to be pushed with an error status. It is not reported: the
-    /// driver asked for something that a device need not support.
-    #[cold]
-    pub(crate) fn refuse(&self, kind: RequestKind) {
-        self.reports.requests.count_error(kind);
-    }
-
     /// A view of the driver's avail idx for other threads.
     pub(crate) fn avail_idx(&self) -> AvailIdx {
         self.ring.borrow().avail_idx()
@@ -421,13 +415,6 @@ impl Queue {
         if self.flags.broken.get() { 0 } else { self.ring.borrow_mut().available_now() }
     }
 
-    /// Counts a request that is about to be pushed with an error status, and reports it.
-    #[cold]
-    pub(crate) fn fail(&self, kind: RequestKind, error: &dyn Error) {
-        self.reports.requests.count_error(kind);
-        self.reports.events.request_failed(error);
-    }
-
     /// Reports the fault and no longer touches the ring. All other queues continue.
     #[cold]
     pub(crate) fn set_broken(&self, fault: &QueueFault) {
@@ -436,11 +423,6 @@ impl Queue {
         self.flags.halted.set(true);
         self.budgets.data.cancel_wait();
         self.signal_err();
-    }
-
-    /// Reports that the driver's kicks are not received.
-    pub(crate) fn report_unwatched(&self, error: &dyn Error) {
-        self.reports.events.kick_not_watched(self.reports.index, error);
     }
 
     fn signal_err(&self) {
@@ -484,6 +466,10 @@ impl Source for Queue {
 
     fn disarm(&self) {
         self.ring.borrow_mut().disable_kicks();
+    }
+
+    fn on_event(&self) {
+        self.reports.requests.kicks.add(1);
     }
 
     fn has_work(&self) -> bool {

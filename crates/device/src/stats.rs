@@ -4,10 +4,15 @@
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.
 
+mod latency;
+
 use std::fmt;
 use std::ops::{AddAssign, Index};
 
-use blockio::stats::Counter;
+use blockio::stats::{Counter, Peak};
+use serde::{Deserialize, Serialize};
+
+pub use latency::{LATENCY_BOUNDS, Latency, LatencyStats, latency_bound_ns};
 
 /// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,50 +37,108 @@ impl RequestKind {
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::Other];
 }
 
+/// The cause of an error status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorCause {
+    /// The disk failed the request.
+    Disk,
+    /// The disk, or the file system below it, is full.
+    NoSpace,
+    /// The request is malformed, out of range, or of a kind that the device lacks.
+    Invalid,
+    /// Another initiator has reserved the disk.
+    Reserved,
+    /// The driver aborted the request, or a reset did.
+    Aborted,
+    /// Guest memory is gone, or the device cannot serve the request now.
+    Unavailable,
+}
+
+impl ErrorCause {
+    /// All causes.
+    pub const ALL: [Self; 6] = [
+        Self::Disk,
+        Self::NoSpace,
+        Self::Invalid,
+        Self::Reserved,
+        Self::Aborted,
+        Self::Unavailable,
+    ];
+
+    /// The cause of an error that a disk has returned.
+    pub(crate) fn of_disk(error: &std::io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace,
+            // The range is misaligned or beyond the end.
+            Some(libc::EINVAL) => Self::Invalid,
+            _ => Self::Disk,
+        }
+    }
+}
+
 /// Counters of one kind of request on a queue.
 #[derive(Debug, Default)]
 pub struct KindStats {
-    /// Answered requests, including failed ones.
-    pub requests: Counter,
+    /// The times from pop to push of all answered requests, including failed ones. The clock is
+    /// that of the loop, so requests of one round share their times.
+    pub latency: LatencyStats,
     /// Bytes of the requests that succeeded.
     pub bytes: Counter,
-    /// Requests answered with an error status.
-    pub errors: Counter,
+    /// Requests answered with an error status, by [`ErrorCause`].
+    errors: [Counter; ErrorCause::ALL.len()],
+}
+
+impl KindStats {
+    fn counts(&self) -> RequestCounts {
+        RequestCounts {
+            latency: self.latency.values(),
+            bytes: self.bytes.get(),
+            errors_by_cause: self.errors.each_ref().map(Counter::get),
+        }
+    }
 }
 
 /// Counters of one queue since its device was made, across restarts of the queue.
 #[derive(Debug, Default)]
 pub struct QueueStats {
     kinds: [KindStats; RequestKind::ALL.len()],
+    /// The most unanswered requests, including those that the device had not popped.
+    pub depth_peak: Peak,
+    /// Kicks that the loop has received.
+    pub kicks: Counter,
+    /// Calls to the driver.
+    pub calls: Counter,
+    /// Publications of answers for which the driver wanted no call.
+    pub calls_suppressed: Counter,
 }
 
 impl QueueStats {
     /// Counts a successful request and its bytes. Only the thread that serves the queue may call
     /// it.
     #[inline]
-    pub(crate) fn count(&self, kind: RequestKind, bytes: u64) {
+    pub(crate) fn count(&self, kind: RequestKind, latency_ns: u64, bytes: u64) {
         let stats = &self.kinds[kind as usize];
-        stats.requests.add(1);
+        stats.latency.record(latency_ns);
         stats.bytes.add(bytes);
     }
 
     /// Counts a failed request. Only the thread that serves the queue may call it.
-    pub(crate) fn count_error(&self, kind: RequestKind) {
+    pub(crate) fn count_error(&self, kind: RequestKind, latency_ns: u64, cause: ErrorCause) {
         let stats = &self.kinds[kind as usize];
-        stats.requests.add(1);
-        stats.errors.add(1);
+        stats.latency.record(latency_ns);
+        stats.errors[cause as usize].add(1);
     }
 
     /// The present totals.
     #[must_use]
     pub fn totals(&self) -> RequestTotals {
-        RequestTotals {
-            kinds: self.kinds.each_ref().map(|stats| RequestCounts {
-                requests: stats.requests.get(),
-                bytes: stats.bytes.get(),
-                errors: stats.errors.get(),
-            }),
-        }
+        RequestTotals { kinds: self.kinds.each_ref().map(KindStats::counts) }
+    }
+
+    /// Takes the greatest depth and latencies since they were last taken.
+    pub(crate) fn take_peaks(&self) -> Peaks {
+        let longest_ns = self.kinds.each_ref().map(|stats| stats.latency.longest_ns.take());
+        Peaks { depth: self.depth_peak.take(), longest_ns }
     }
 }
 
@@ -87,19 +150,70 @@ impl Index<RequestKind> for QueueStats {
     }
 }
 
-/// Counters of one kind of request at one moment.
+/// The greatest depth and latencies of some time.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Peaks {
+    /// The most unanswered requests of a queue.
+    pub depth: u64,
+    /// The longest latency of each kind of request, in nanoseconds, in the order of
+    /// [`RequestKind::ALL`].
+    pub longest_ns: [u64; RequestKind::ALL.len()],
+}
+
+impl Peaks {
+    /// Includes the peaks of another queue, or of a later time.
+    pub fn include(&mut self, other: Self) {
+        self.depth = self.depth.max(other.depth);
+        for (mine, more) in self.longest_ns.iter_mut().zip(other.longest_ns) {
+            *mine = (*mine).max(more);
+        }
+    }
+}
+
+/// Counters of one kind of request at one moment.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct RequestCounts {
-    /// Answered requests, including failed ones.
-    pub requests: u64,
+    /// The latencies of all answered requests, including failed ones.
+    pub latency: Latency,
     /// Bytes of the requests that succeeded.
     pub bytes: u64,
+    errors_by_cause: [u64; ErrorCause::ALL.len()],
+}
+
+impl RequestCounts {
+    /// Answered requests, including failed ones.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.latency.count()
+    }
+
     /// Requests answered with an error status.
-    pub errors: u64,
+    #[must_use]
+    pub fn errors(&self) -> u64 {
+        self.errors_by_cause.iter().sum()
+    }
+
+    /// Requests answered with an error status for this cause.
+    #[must_use]
+    pub fn errors_of(&self, cause: ErrorCause) -> u64 {
+        self.errors_by_cause[cause as usize]
+    }
+}
+
+impl AddAssign for RequestCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.latency += other.latency;
+        self.bytes += other.bytes;
+        for (sum, more) in self.errors_by_cause.iter_mut().zip(other.errors_by_cause) {
+            *sum += more;
+        }
+    }
 }
 
 /// Counters of all kinds at one moment. The totals of several queues can be added up.
-#[derive(Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct RequestTotals {
     kinds: [RequestCounts; RequestKind::ALL.len()],
 }
@@ -122,9 +236,7 @@ impl Index<RequestKind> for RequestTotals {
 impl AddAssign for RequestTotals {
     fn add_assign(&mut self, other: Self) {
         for (sum, more) in self.kinds.iter_mut().zip(other.kinds) {
-            sum.requests += more.requests;
-            sum.bytes += more.bytes;
-            sum.errors += more.errors;
+            *sum += more;
         }
     }
 }
@@ -136,27 +248,54 @@ mod tests {
     #[test]
     fn totals_are_shown_with_the_names_of_kinds() {
         let stats = QueueStats::default();
-        stats.count(RequestKind::Flush, 0);
+        stats.count(RequestKind::Flush, 0, 7);
         let shown = format!("{:?}", stats.totals());
-        assert!(shown.contains("Flush: RequestCounts { requests: 1, bytes: 0, errors: 0 }"));
+        assert!(shown.contains("Flush: RequestCounts { "), "{shown}");
+        assert!(shown.contains("bytes: 7"), "{shown}");
     }
 
     #[test]
-    fn each_kind_is_counted_by_itself_and_bytes_only_where_all_went_well() {
+    fn peaks_begin_anew_when_they_are_taken() {
+        let stats = QueueStats::default();
+        stats.count(RequestKind::Write, 9_000, 1);
+        stats.count_error(RequestKind::Write, 7_000, ErrorCause::Disk);
+        stats.count(RequestKind::Other, 5, 0);
+        stats.depth_peak.note(12);
+        let mut peaks = stats.take_peaks();
+        assert_eq!(peaks, Peaks { depth: 12, longest_ns: [0, 9_000, 0, 0, 0, 5] });
+        stats.count(RequestKind::Read, 6, 0);
+        let later = stats.take_peaks();
+        assert_eq!(later, Peaks { depth: 0, longest_ns: [6, 0, 0, 0, 0, 0] });
+        peaks.include(later);
+        assert_eq!(peaks, Peaks { depth: 12, longest_ns: [6, 9_000, 0, 0, 0, 5] });
+    }
+
+    #[test]
+    fn each_kind_is_counted_by_itself_and_bytes_only_for_successful_requests() {
         let stats = QueueStats::default();
         for (number, kind) in (1..).zip(RequestKind::ALL) {
             for _ in 0..number {
-                stats.count(kind, 512);
+                stats.count(kind, 1_000 * number, 512);
             }
-            stats.count_error(kind);
+            for (cause, count) in ErrorCause::ALL.into_iter().zip(1..) {
+                (0..count).for_each(|_| stats.count_error(kind, 0, cause));
+            }
         }
         let mut sum = stats.totals();
         sum += stats.totals();
         for (number, kind) in (1..).zip(RequestKind::ALL) {
-            let expected = RequestCounts { requests: number + 1, bytes: number * 512, errors: 1 };
-            assert_eq!(stats.totals()[kind], expected, "{kind:?}");
-            assert_eq!(sum[kind].requests, 2 * (number + 1), "{kind:?}");
-            assert_eq!((sum[kind].bytes, sum[kind].errors), (number * 1024, 2), "{kind:?}");
+            let counts = stats.totals()[kind];
+            assert_eq!((counts.requests(), counts.errors()), (number + 21, 21), "{kind:?}");
+            assert_eq!(
+                (counts.bytes, counts.latency.sum_ns()),
+                (number * 512, number * number * 1_000)
+            );
+            for (cause, count) in ErrorCause::ALL.into_iter().zip(1..) {
+                assert_eq!(counts.errors_of(cause), count, "{kind:?} {cause:?}");
+                assert_eq!(sum[kind].errors_of(cause), 2 * count, "{kind:?} {cause:?}");
+            }
+            assert_eq!(sum[kind].requests(), 2 * (number + 21), "{kind:?}");
+            assert_eq!((sum[kind].bytes, sum[kind].errors()), (number * 1024, 42), "{kind:?}");
         }
     }
 }

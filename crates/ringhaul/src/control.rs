@@ -28,6 +28,7 @@ use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
 
+use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::stats::ExportStats;
@@ -171,8 +172,8 @@ impl Control {
     /// # Errors
     ///
     /// When all have ended.
-    pub(crate) fn stats(&self) -> Answered<Vec<ExportStats>> {
-        self.ask(OrderKind::Query, |all| all.stats())
+    pub(crate) fn stats(&self, reader: StatsReader) -> Answered<Vec<ExportStats>> {
+        self.ask(OrderKind::Query, move |all| all.stats(reader))
     }
 
     /// Begins to change a logical unit of an export. The caller has exclusive use of the unit's

@@ -9,9 +9,10 @@ mod keeping;
 pub(crate) mod reload;
 pub(crate) mod saved_state;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
@@ -31,7 +32,7 @@ use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
 use crate::process::memory_limits::MemoryLimits;
 use crate::socket::Endpoint;
-use crate::spec::command::{Command, CommandError, NewSize, Reply};
+use crate::spec::command::{Command, CommandError, NewSize, Reply, StatsReader};
 use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -66,8 +67,14 @@ pub struct Daemon {
     /// Reads the exports of the configuration file.
     of_file: OnceLock<ConfigExports>,
     ownership: Arc<Ownership>,
+    /// The start of the counters, in seconds since 1970.
+    start_time: AtomicU64,
     /// Stores the changes of commands for the next start, if they are to be kept.
     saved_state: OnceLock<SavedState>,
+}
+
+fn seconds_since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// Returns the exports of the configuration file as they are served. The reader of the file sets
@@ -118,6 +125,7 @@ impl Daemon {
             changes: Lock::default(),
             of_file: OnceLock::new(),
             ownership: Arc::default(),
+            start_time: AtomicU64::new(seconds_since_1970()),
             saved_state: OnceLock::new(),
         };
         Ok((daemon, Shutdown(received)))
@@ -159,7 +167,7 @@ impl Daemon {
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
-            Command::Stats => self.stats(),
+            Command::Stats(reader) => self.stats(reader),
             Command::Set(change) => self.set(&change),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
@@ -232,10 +240,24 @@ impl Daemon {
         Ok(())
     }
 
-    fn stats(&self) -> Result<Reply, CommandError> {
-        let exports = self.control.stats()?;
+    /// The start of the counters, in seconds since 1970.
+    pub(crate) fn start_time(&self) -> u64 {
+        self.start_time.load(Ordering::Relaxed)
+    }
+
+    /// Sets the start of the counters of the process from which this one takes over.
+    pub(crate) fn set_start_time(&self, seconds: u64) {
+        self.start_time.store(seconds, Ordering::Relaxed);
+    }
+
+    fn stats(&self, reader: StatsReader) -> Result<Reply, CommandError> {
+        let exports = self.control.stats(reader)?;
         let iothreads = self.pool.lock().threads.as_ref().ok_or(CommandError::Ending)?.stats();
-        Ok(Reply::Stats(Box::new(DaemonStats { exports, iothreads })))
+        Ok(Reply::Stats(Box::new(DaemonStats {
+            start_time_seconds: self.start_time(),
+            exports,
+            iothreads,
+        })))
     }
 
     fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {

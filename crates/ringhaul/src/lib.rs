@@ -7,6 +7,7 @@ pub mod control;
 pub mod control_socket;
 pub mod daemon;
 pub mod log;
+pub mod monitoring;
 pub mod open;
 pub mod options;
 pub mod process;

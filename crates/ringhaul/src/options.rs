@@ -20,6 +20,7 @@ use ringhaul_options::{EngineChoice, OnOff, parse_size};
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
+use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::switches::Switches;
 
 use crate::spec::qos::{LimitSpec, OnError, OnReadError};
@@ -179,6 +180,11 @@ pub struct ServeArgs {
     /// connect.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+    /// Serve metrics for Prometheus over HTTP at this address, such as 127.0.0.1:9750, or on the
+    /// Unix socket unix:PATH: /metrics, /-/healthy and /-/ready. Everybody who can connect reads
+    /// the names of all exports.
+    #[arg(help_heading = "Socket", long, value_name = "ADDRESS")]
+    pub metrics: Option<MetricsAddress>,
     /// Keep the changes of control commands in this file, for the next start: exports, units,
     /// limits, error policies and settings. Default with `--control`: its path with `.state` added,
     /// in `$STATE_DIRECTORY` if systemd names one. `none` keeps nothing, and ignores earlier

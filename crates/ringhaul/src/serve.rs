@@ -19,8 +19,10 @@ use crate::daemon::reload::Reload;
 use crate::daemon::saved_state::SavedState;
 use crate::daemon::{Daemon, Shutdown};
 use crate::log;
+use crate::monitoring::server::MetricsServer;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
+use crate::socket::metrics_address::MetricsAddress;
 use crate::socket::{Endpoint, permissions};
 use crate::spec::command::{Command, CommandError, EndCause, Reply};
 use crate::spec::settings::Settings;
@@ -76,6 +78,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     let control = control.transpose()?;
     let mut start = Start::read(args, config)?;
     start.args.check()?;
+    let metrics = start.args.metrics.clone();
     let (daemon, ending) = Daemon::start(start.args.clone(), inherited)?;
     let _watch = daemon.watch()?;
     let (daemon, config, options) = (Arc::new(daemon), start.config.take(), start.options.clone());
@@ -93,6 +96,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
         None => None,
     };
     let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
+    let _metrics = start_metrics(metrics.as_ref(), &daemon)?;
     let opening = daemon.begin_restore(exports)?;
     end(ending, &daemon, Some(opening), control)
 }
@@ -111,6 +115,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let mut control = predecessor.control.take();
     let previous_state = PreviousState::read(before, options, &args)?;
     let base_settings = Settings::from_limits(args.poll_limits());
+    let metrics = args.metrics.clone();
     let (daemon, ending) = Daemon::start(args, None)?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
@@ -135,6 +140,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let control =
         ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
+    let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
     end(ending, &daemon, opening, control)
 }
 
@@ -208,6 +214,14 @@ fn listen(
     daemon.set_process_options(options, control.as_ref().map(Arc::downgrade));
     let start = |socket| ControlSocket::start(socket, group, Arc::downgrade(daemon));
     control.map(start).transpose()
+}
+
+/// Serves metrics, if an address is given.
+fn start_metrics(
+    address: Option<&MetricsAddress>,
+    daemon: &Arc<Daemon>,
+) -> Result<Option<MetricsServer>> {
+    address.map(|address| MetricsServer::start(address, Arc::downgrade(daemon))).transpose()
 }
 
 /// Waits for the end of the daemon, and returns the status with which the process exits.

@@ -20,6 +20,7 @@ mod held_writes;
 mod locks;
 mod log;
 mod members;
+mod metrics;
 mod operator_mistakes;
 mod options;
 mod resize;

@@ -84,6 +84,7 @@ fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
         ("disk.resume", of_unit),
         ("set", json!({})),
         ("stats", json!({})),
+        ("metrics", json!({})),
         ("subscribe", json!({})),
     ];
     for (method, params) in &allowed {

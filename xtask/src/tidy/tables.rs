@@ -194,6 +194,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "threads",
             "daemon",
             "takeover",
+            "monitoring",
             "control_socket",
             "serve",
         ],

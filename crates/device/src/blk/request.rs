@@ -24,7 +24,7 @@ use crate::device_core::byte;
 use crate::queue::Queue;
 use crate::queue::queue_setup::StopKind;
 use crate::queue::queue_task::Handler;
-use crate::stats::RequestKind;
+use crate::stats::{ErrorCause, RequestKind};
 
 /// Statuses of one byte each (virtio 1.3, section 5.2.6).
 const S_OK: u8 = byte(VIRTIO_BLK_S_OK);
@@ -65,6 +65,20 @@ impl RequestError {
         match self {
             Self::Type(_) | Self::Flags(_) => S_UNSUPP,
             _ => S_IOERR,
+        }
+    }
+
+    /// The cause in the statistics.
+    fn cause(&self) -> ErrorCause {
+        match self {
+            Self::Chain(_)
+            | Self::Header(_)
+            | Self::Malformed(_)
+            | Self::Type(_)
+            | Self::Flags(_) => ErrorCause::Invalid,
+            Self::MemoryGone | Self::Held => ErrorCause::Unavailable,
+            Self::Reserved => ErrorCause::Reserved,
+            Self::Disk { source, .. } => ErrorCause::of_disk(source),
         }
     }
 }
@@ -116,7 +130,7 @@ impl Handler for Blk {
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
-            let head = chain.head;
+            let (head, popped) = (chain.head, queue.pop_time());
             let Some(status) = chain.writable.take_last_byte() else {
                 // The chain has no room for a status.
                 queue.push_unanswered(head, chain.fault);
@@ -134,15 +148,16 @@ impl Handler for Blk {
             // Data read from memory that is gone was zeroes; data written there is lost.
             match result {
                 Ok(_) if !chain.memory.is_intact() => {
-                    queue.fail(kind, &RequestError::MemoryGone);
-                    status.write(RequestError::MemoryGone.status());
+                    let error = RequestError::MemoryGone;
+                    queue.fail(kind, popped, (error.cause(), &error));
+                    status.write(error.status());
                 }
                 Ok(bytes) => {
-                    queue.count(kind, bytes);
+                    queue.count(kind, popped, bytes);
                     status.write(S_OK);
                 }
                 Err(error) => {
-                    queue.fail(kind, &error);
+                    queue.fail(kind, popped, (error.cause(), &error));
                     status.write(error.status());
                 }
             }
@@ -568,12 +583,19 @@ mod tests {
             scene.memory.read(answer, &mut data).unwrap();
             assert!(data.iter().all(|byte| *byte == 0), "{what}: old bytes are left");
             let is_good = bytes.is_some();
-            let expected = RequestCounts {
-                requests: before.requests + 1,
-                bytes: before.bytes + bytes.unwrap_or(0),
-                errors: before.errors + u64::from(!is_good),
+            let counts = |counts: &RequestCounts| {
+                [
+                    counts.requests(),
+                    counts.bytes,
+                    counts.errors(),
+                    counts.errors_of(ErrorCause::Invalid),
+                ]
             };
-            assert_eq!(device.totals()[kind], expected, "{what}");
+            let bad = u64::from(!is_good);
+            let expected = [1, bytes.unwrap_or(0), bad, bad];
+            let after = counts(&device.totals()[kind]);
+            let added: Vec<u64> = after.iter().zip(counts(&before)).map(|(a, b)| a - b).collect();
+            assert_eq!(added, expected, "{what}");
             assert_eq!(scene.events.take().len(), usize::from(!is_good), "{what}");
         }
         // A chain without room for a status.
@@ -604,7 +626,7 @@ mod tests {
         let mut status = [0xee];
         scene.memory.read(status_at, &mut status).unwrap();
         assert_eq!(status, [S_IOERR]);
-        assert_eq!(device.totals()[RequestKind::Read].errors, 1);
+        assert_eq!(device.totals()[RequestKind::Read].errors_of(ErrorCause::Unavailable), 1);
         let failed = RequestError::MemoryGone.to_string();
         assert!(scene.events.take().contains(&failed), "the failure is not reported");
         scene.wait(&handle.begin_final_stop());

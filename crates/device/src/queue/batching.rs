@@ -46,7 +46,7 @@ pub(crate) struct QueueState {
 }
 
 impl QueueState {
-    fn unanswered(self) -> u16 {
+    pub(crate) fn unanswered(self) -> u16 {
         self.available + self.in_device
     }
 

@@ -6,7 +6,7 @@ use virtqueue::ChainFault;
 use super::queue_setup::{Stop, StopKind};
 use super::{Queue, QueueHandle};
 use crate::events::QueueFault;
-use crate::stats::RequestKind;
+use crate::stats::{ErrorCause, RequestKind};
 
 impl QueueHandle {
     /// Stops the queue: takes no further chains, and returns when all taken chains are answered,
@@ -52,7 +52,7 @@ impl Queue {
     /// Returns a chain that has no room for a status. It cannot be answered, so the queue stops.
     #[cold]
     pub(crate) fn push_unanswered(&self, head: u16, fault: Option<ChainFault>) {
-        self.reports.requests.count_error(RequestKind::Other);
+        self.refuse(RequestKind::Other, self.pop_time(), ErrorCause::Invalid);
         self.push(head, 0);
         self.set_broken(&match fault {
             None => QueueFault::NoStatus { head },

@@ -17,6 +17,7 @@ use crate::access::sense::{Format, Sense};
 use crate::access::task_set::Abort;
 use crate::device_core::byte;
 use crate::queue::Queue;
+use crate::queue::reports::PopTime;
 use crate::stats::RequestKind;
 
 /// Bytes of a response before the sense data.
@@ -52,6 +53,7 @@ pub(super) fn response_bytes(sense_size: u32) -> usize {
 /// A request from its chain to its answer.
 pub(super) struct Request {
     pub(super) head: u16,
+    popped: PopTime,
     response: SharedBytes,
     /// Bytes of data from the driver and to it.
     pub(super) room: [usize; 2],
@@ -63,8 +65,12 @@ pub(super) struct Request {
 
 impl Request {
     #[inline(always)]
-    pub(super) fn new(head: u16, response: SharedBytes, room: [usize; 2]) -> Self {
-        Self { head, response, room, local: None, range: block::Range::NONE }
+    pub(super) fn new(
+        (head, popped): (u16, PopTime),
+        response: SharedBytes,
+        room: [usize; 2],
+    ) -> Self {
+        Self { head, popped, response, room, local: None, range: block::Range::NONE }
     }
 
     /// The unit that carries out the command, which must exist.
@@ -87,7 +93,7 @@ impl Request {
         let response_bytes = self.response.bytes();
         let moved = match done {
             Ok(done) if abort.is_none() && memory.is_intact() => {
-                queue.count(kind, done.medium_bytes);
+                queue.count(kind, self.popped, done.medium_bytes);
                 if done.moved == all {
                     self.response.zero();
                 } else {
@@ -126,9 +132,9 @@ impl Request {
         bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
         self.response.write(&bytes);
         if failure.is_expected() {
-            queue.refuse(kind);
+            queue.refuse(kind, self.popped, failure.cause());
         } else {
-            queue.fail(kind, &failure);
+            queue.fail(kind, self.popped, (failure.cause(), &failure));
         }
         moved
     }

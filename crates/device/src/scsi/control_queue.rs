@@ -23,7 +23,7 @@ use crate::access::{self, EndedTasks};
 use crate::device_core::byte;
 use crate::queue::Queue;
 use crate::queue::queue_task::Handler;
-use crate::stats::RequestKind;
+use crate::stats::{ErrorCause, RequestKind};
 use crate::unit_address::{Address, UnitAddress};
 
 /// Bytes of a task management request: type, function, LUN, tag.
@@ -193,7 +193,7 @@ impl UnitNexus {
 
 impl Handler for ControlHandler {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
-        let (head, writable) = (chain.head, chain.writable);
+        let (head, writable, popped) = (chain.head, chain.writable, queue.pop_time());
         if writable.is_empty() {
             queue.push_unanswered(head, chain.fault);
             return;
@@ -204,11 +204,11 @@ impl Handler for ControlHandler {
         };
         let answer = match answer {
             Ok(answer) => {
-                queue.count(RequestKind::Other, 0);
+                queue.count(RequestKind::Other, popped, 0);
                 answer
             }
             Err(error) => {
-                queue.fail(RequestKind::Other, &error);
+                queue.fail(RequestKind::Other, popped, (ErrorCause::Invalid, &error));
                 error.answer()
             }
         };

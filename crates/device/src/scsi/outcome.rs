@@ -6,6 +6,7 @@ use virtqueue::ChainFault;
 use crate::access::persist::FileError;
 use crate::access::sense::{DiskUse, Sense};
 use crate::access::task_set::{Abort, TaskId, Tasks};
+use crate::stats::ErrorCause;
 
 /// The most bytes that are read of a parameter list.
 const DATA_MAX: usize = 64 << 10;
@@ -137,6 +138,21 @@ impl Failure {
     /// Bytes of data that were transferred despite the failure.
     pub(crate) fn moved(&self) -> usize {
         if let Self::Disk { moved, .. } = self { *moved } else { 0 }
+    }
+
+    /// The cause in the statistics.
+    pub(crate) fn cause(&self) -> ErrorCause {
+        match self {
+            Self::Check(_)
+            | Self::Overrun
+            | Self::BadTarget
+            | Self::Malformed(_)
+            | Self::Chain(_) => ErrorCause::Invalid,
+            Self::Disk { source, .. } => ErrorCause::of_disk(source),
+            Self::Busy | Self::NotSaved(_) | Self::MemoryGone => ErrorCause::Unavailable,
+            Self::Conflict => ErrorCause::Reserved,
+            Self::Aborted(_) => ErrorCause::Aborted,
+        }
     }
 
     /// True if correct drivers cause the failure, by probing for example.

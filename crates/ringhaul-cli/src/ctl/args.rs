@@ -132,6 +132,8 @@ pub(crate) enum CtlCommand {
     },
     /// Print what exports have served and IoThreads have done.
     Stats,
+    /// Print the metrics of all exports in the text format of Prometheus.
+    Metrics,
     /// Print events as they happen, until the daemon ends.
     Events {
         /// Print only these events: added, removed, attached, gone, error, resized, lun-added,

@@ -50,6 +50,7 @@ pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
         CtlCommand::Resume { export, unit } => ("disk.resume", at(export, unit.as_deref())?),
         CtlCommand::Set { changes } => ("set", set(changes)?),
         CtlCommand::Stats => ("stats", json!({})),
+        CtlCommand::Metrics => ("metrics", json!({})),
         CtlCommand::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         CtlCommand::Events { kinds } => ("subscribe", json!({ "events": kinds })),
         CtlCommand::Upgrade { binary, option, .. } => {

@@ -25,6 +25,7 @@ pub(super) fn answer(method: &str, answer: &Value, form: Form) -> String {
         ("export.show", Form::Table) => export(answer),
         ("stats", Form::Table) => stats(answer),
         ("stats", Form::Lines) => served_lines(answer),
+        ("metrics", _) => answer["text"].as_str().unwrap_or_default().to_owned(),
         ("set", _) => settings(answer),
         _ => json(answer),
     }

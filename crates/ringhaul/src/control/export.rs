@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use std::{io, iter};
 
 use blockio::DiskSource;
+use device::Peaks;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
 use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
@@ -26,7 +27,7 @@ use crate::process::memory_limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::socket::peer::Peer;
 use crate::spec::ExportSpec;
-use crate::spec::command::{DiskState, ExportState, ExportStatus, Served};
+use crate::spec::command::{DiskState, ExportState, ExportStatus, Served, StatsReader};
 use crate::spec::qos::LimitGroups;
 use memory_watch::MemoryWatch;
 
@@ -74,6 +75,8 @@ pub(super) struct Export {
     /// True if a waiting front-end was logged during the current session.
     waiting_is_logged: bool,
     memory_watch: MemoryWatch,
+    /// The peaks since each [`StatsReader`] last read them.
+    peaks: [Peaks; StatsReader::COUNT],
     /// The end of the pause after descriptors ran out.
     paused_until: Option<Instant>,
     pub(super) listener_is_ready: bool,
@@ -111,6 +114,7 @@ impl Export {
             waiting: RateLimit::default(),
             waiting_is_logged: false,
             memory_watch: MemoryWatch::default(),
+            peaks: Default::default(),
             paused_until: None,
             session_is_ready: false,
             registration,

@@ -21,6 +21,7 @@ use super::stages::Stages;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
 use crate::process::file_limits;
+use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportState, ExportStatus};
 use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
@@ -136,8 +137,8 @@ impl Exports {
         }
     }
 
-    pub(super) fn stats(&self) -> Vec<ExportStats> {
-        self.list.iter().map(Export::stats).collect()
+    pub(super) fn stats(&mut self, reader: StatsReader) -> Vec<ExportStats> {
+        self.list.iter_mut().map(|export| export.stats(reader)).collect()
     }
 
     /// Lists the disks of all exports, to be watched.

@@ -183,6 +183,7 @@ impl Export {
             losses,
             flushed,
             debts,
+            totals: Some(self.setup.device.totals()),
             device,
             reservations,
         })
@@ -209,6 +210,7 @@ impl Export {
         for (disk, debts) in export.disks.iter().zip(&progress.debts) {
             disk.hand_over().set_debts(debts);
         }
+        progress.totals.into_iter().for_each(|totals| export.setup.device.add_totals(totals));
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));

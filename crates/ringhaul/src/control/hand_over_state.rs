@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
-use device::DeviceState;
+use device::{DeviceState, RequestTotals};
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds, SessionState};
 
@@ -58,15 +58,18 @@ pub(crate) struct ExportProgress {
     /// The debts of the limits of each disk, in nanoseconds. Empty: no disk has limits.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) debts: Vec<Vec<u64>>,
+    /// The counters of requests. `None`: the old process has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) totals: Option<RequestTotals>,
     pub(super) device: DeviceState,
     /// The device's files with reservations.
     pub(super) reservations: Vec<Option<FdIndex>>,
 }
 
 impl ExportProgress {
-    /// Drops the debts, for a process that does not understand them.
-    pub(crate) fn forget_debts(&mut self) {
-        self.debts.clear();
+    /// Drops the counters, for a process that does not understand them.
+    pub(crate) fn forget_totals(&mut self) {
+        self.totals = None;
     }
 }
 

@@ -91,7 +91,7 @@ impl Client {
         thread.context("cannot start the thread of a subscriber").map(drop)
     }
 
-    fn daemon(&self) -> Result<Arc<Daemon>, RpcError> {
+    pub(super) fn daemon(&self) -> Result<Arc<Daemon>, RpcError> {
         let ending = || RpcError::from(&CommandError::Ending);
         self.daemon.upgrade().ok_or_else(ending)
     }

@@ -11,8 +11,9 @@ use super::client::Client;
 use super::message::{Code, RpcError};
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
+use crate::monitoring;
 use crate::process;
-use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply};
+use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
@@ -20,7 +21,7 @@ use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
-static METHODS: [&dyn Method; 15] = [
+static METHODS: [&dyn Method; 16] = [
     &Typed { name: "ping", kind: Kind::Quick, carry_out: ping },
     &Typed { name: "export.list", kind: Kind::Quick, carry_out: list },
     &Typed { name: "export.show", kind: Kind::Quick, carry_out: show },
@@ -34,6 +35,7 @@ static METHODS: [&dyn Method; 15] = [
     &Typed { name: "set", kind: Kind::Quick, carry_out: set },
     &Typed { name: "upgrade", kind: Kind::MayWait, carry_out: upgrade },
     &Typed { name: "stats", kind: Kind::Quick, carry_out: stats },
+    &Typed { name: "metrics", kind: Kind::Quick, carry_out: metrics },
     &Typed { name: "subscribe", kind: Kind::Quick, carry_out: subscribe },
     &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
 ];
@@ -339,7 +341,24 @@ fn set(params: SettingsChange, client: &mut Client) -> Result<Settings, RpcError
 struct Counters {}
 
 fn stats(_: Counters, client: &mut Client) -> Result<DaemonStats, RpcError> {
-    ask!(client, Command::Stats, Reply::Stats).map(|stats| *stats)
+    ask!(client, Command::Stats(StatsReader::Control), Reply::Stats).map(|stats| *stats)
+}
+
+/// Returns the metrics for a monitoring system.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Metrics {}
+
+/// Metrics.
+#[derive(Serialize, JsonSchema)]
+struct MetricsText {
+    /// The text format of Prometheus, version 0.0.4.
+    text: String,
+}
+
+fn metrics(_: Metrics, client: &mut Client) -> Result<MetricsText, RpcError> {
+    let text = monitoring::metrics(&*client.daemon()?).map_err(|error| RpcError::from(&error))?;
+    Ok(MetricsText { text })
 }
 
 /// Sends events on this connection from now on.

@@ -14,11 +14,11 @@ use crate::spec::settings::SettingsChange;
 /// The format in which this version describes itself. Raise it whenever the stored sample is no
 /// longer understood, or written in another way, and store a new sample. Versions that do not fit
 /// are then refused before any queue stops.
-pub(crate) const FORMAT: u32 = 5;
-/// The previous format, which lacks only the debts of limits.
-const WITHOUT_DEBTS: u32 = 4;
+pub(crate) const FORMAT: u32 = 6;
+/// The previous format, which lacks only the counters.
+const WITHOUT_COUNTERS: u32 = 5;
 /// The formats that this version understands and writes, the best one first.
-pub(crate) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_DEBTS];
+pub(crate) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_COUNTERS];
 
 /// The method that begins a takeover.
 pub(crate) const BEGIN: &str = "takeover";
@@ -75,6 +75,9 @@ pub(crate) struct PausedState {
     /// The exports as the configuration file has made them, if there is one.
     pub(crate) of_file: Option<Vec<ExportSpec>>,
     pub(crate) exports: Vec<ExportProgress>,
+    /// The start of the counters, in seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) start_time: Option<u64>,
     /// The debts of groups' limits, by their names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) debts: BTreeMap<String, Vec<u64>>,
@@ -83,9 +86,9 @@ pub(crate) struct PausedState {
 impl PausedState {
     /// Leaves out the parts that a process of this format does not understand.
     pub(crate) fn for_format(mut self, format: u32) -> Self {
-        if format == WITHOUT_DEBTS {
-            self.debts.clear();
-            self.exports.iter_mut().for_each(ExportProgress::forget_debts);
+        if format == WITHOUT_COUNTERS {
+            self.start_time = None;
+            self.exports.iter_mut().for_each(ExportProgress::forget_totals);
         }
         self
     }
@@ -122,7 +125,7 @@ mod tests {
 
     const SAMPLE: &str = include_str!("format/sample.json");
     /// The sample of the previous format.
-    const SAMPLE_4: &str = include_str!("format/sample-4.json");
+    const SAMPLE_5: &str = include_str!("format/sample-5.json");
 
     fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {
         let sample: Value = serde_json::from_str(sample).unwrap();
@@ -132,28 +135,28 @@ mod tests {
     /// A failure means that another version would not understand this one: raise [`FORMAT`].
     #[test]
     fn the_formats_match_the_stored_samples() {
-        for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_4, WITHOUT_DEBTS)] {
+        for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_5, WITHOUT_COUNTERS)] {
             let (description, stored): (Description, _) = parsed(sample, "description");
             assert_eq!(serde_json::to_value(description).unwrap(), stored);
             let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
             let written = serde_json::to_value(paused_state.for_format(format)).unwrap();
             assert_eq!(written, stored);
         }
-        assert_eq!(FORMAT, 5, "the sample is of this format");
+        assert_eq!(FORMAT, 6, "the sample is of this format");
     }
 
     #[test]
-    fn a_process_of_the_format_before_hears_nothing_of_debts() {
+    fn a_process_of_the_format_before_receives_no_counters() {
         let (paused_state, _): (PausedState, Value) = parsed(SAMPLE, "standstill");
-        let (_, stored): (PausedState, Value) = parsed(SAMPLE_4, "standstill");
-        let written = serde_json::to_value(paused_state.for_format(WITHOUT_DEBTS)).unwrap();
+        let (_, stored): (PausedState, Value) = parsed(SAMPLE_5, "standstill");
+        let written = serde_json::to_value(paused_state.for_format(WITHOUT_COUNTERS)).unwrap();
         assert_eq!(written, stored);
         for (formats, common) in [
-            (&[5, 4][..], Some(5)),
-            (&[4], Some(4)),
-            (&[6, 5], Some(5)),
-            (&[3], None),
-            (&[6], None),
+            (&[6, 5][..], Some(6)),
+            (&[5], Some(5)),
+            (&[7, 6], Some(6)),
+            (&[4], None),
+            (&[7], None),
         ] {
             assert_eq!(common_format(formats), common, "{formats:?}");
         }

@@ -51,7 +51,7 @@ impl ChangedPart {
             Command::SetDisk(..) | Command::Set(_) | Command::Resize(..) | Command::Resume(..) => {
                 return None;
             }
-            Command::Show | Command::Describe(_) | Command::Stats | Command::End(_) => {
+            Command::Show | Command::Describe(_) | Command::Stats(_) | Command::End(_) => {
                 return None;
             }
         })

@@ -29,7 +29,7 @@ pub enum Command {
     /// Describe one export in detail.
     Describe(String),
     /// Read all counters.
-    Stats,
+    Stats(StatsReader),
     /// Change the settings that can change at run time.
     Set(SettingsChange),
     /// Add a logical unit to the virtio-scsi device of the named export, and notify its driver.
@@ -48,6 +48,20 @@ pub enum Command {
     /// End all exports alike, then the daemon. On the second such command the daemon stops waiting
     /// for requests.
     End(EndCause),
+}
+
+/// The reader of counters. Each has its own peaks since its last reading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StatsReader {
+    /// A client of the control socket.
+    Control,
+    /// A monitoring system.
+    Monitoring,
+}
+
+impl StatsReader {
+    pub(crate) const COUNT: usize = 2;
 }
 
 /// The way in which an export is to end.

@@ -1,6 +1,7 @@
 //! The counters of a daemon at one moment, as data.
 
 use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
+use device::{ErrorCause, QueueStats, RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -10,6 +11,8 @@ use crate::spec::status::Served;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DaemonStats {
+    /// The start of the counters in seconds since 1970, which a takeover keeps.
+    pub start_time_seconds: u64,
     /// In the order in which the exports were added.
     pub exports: Vec<ExportStats>,
     /// In the order of their numbers; none before the first export.
@@ -24,8 +27,67 @@ pub struct ExportStats {
     pub name: String,
     /// The sum of all its queues, earlier front-ends included.
     pub served: Served,
+    /// The same sum for each kind of request, with latencies.
+    pub operations: Vec<OperationStats>,
+    /// Unanswered requests of all queues.
+    pub depth: u64,
+    /// The most unanswered requests of a queue since the last reading by the same kind of reader.
+    pub depth_peak: u64,
     /// The queues that were started at least once.
     pub queues: Vec<QueueServed>,
+}
+
+/// The answered requests of one kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct OperationStats {
+    /// The kind.
+    pub operation: Operation,
+    /// Answered requests, failed ones included.
+    pub requests: u64,
+    /// Bytes of successful requests.
+    pub bytes: u64,
+    /// Failed requests by cause.
+    pub errors: Errors,
+    /// The number of requests in each bucket of latency, from the device's sight of a request to
+    /// its answer. The bound of bucket `i` is 4,096 ns times 2 to the power of `i`. The last bucket
+    /// has no bound.
+    pub latency_buckets: Vec<u64>,
+    /// The sum of all latencies in nanoseconds.
+    pub latency_sum_ns: u64,
+    /// The longest latency since the last reading by the same kind of reader, in nanoseconds.
+    pub latency_max_ns: u64,
+}
+
+/// The kind of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+#[expect(missing_docs, reason = "the names are those of the devices")]
+pub enum Operation {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+    Other,
+}
+
+/// Failed requests by cause.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct Errors {
+    /// The disk failed the request.
+    pub disk: u64,
+    /// The disk, or the file system below it, is full.
+    pub no_space: u64,
+    /// The request is malformed, out of range, or of a kind that the device lacks.
+    pub invalid: u64,
+    /// An initiator has reserved the disk.
+    pub reserved: u64,
+    /// The driver aborted the request, or a reset did.
+    pub aborted: u64,
+    /// Guest memory is gone, or the device could not serve the request.
+    pub unavailable: u64,
 }
 
 /// The work of a queue.
@@ -36,6 +98,12 @@ pub struct QueueServed {
     pub index: u16,
     /// The requests that it has answered.
     pub served: Served,
+    /// Kicks that the IoThread has received. A driver does not kick while the IoThread polls.
+    pub kicks: u64,
+    /// Calls to the driver.
+    pub calls: u64,
+    /// Publications of answers for which the driver wanted no call.
+    pub calls_suppressed: u64,
 }
 
 /// The counters of an IoThread's loop.
@@ -58,6 +126,14 @@ pub struct LoopStats {
     pub deallocations: Operations,
     /// Operations that went unanswered for 5 seconds.
     pub late: u64,
+    /// CPU time of the thread in nanoseconds, busy-polling included.
+    pub cpu_ns: u64,
+    /// The time in nanoseconds for which the thread was ready and other threads had its CPU.
+    pub run_delay_ns: u64,
+    /// Busy-polling in nanoseconds that ended with an event.
+    pub poll_useful_ns: u64,
+    /// Busy-polling in nanoseconds that ended with a sleep.
+    pub poll_useless_ns: u64,
     /// Reads and writes completed by polling.
     pub polled: u64,
     /// Submits that the kernel refused because it lacked resources.
@@ -143,6 +219,7 @@ impl LoopStats {
     /// The counters of the thread with this name.
     pub(crate) fn new(name: String, stats: &Stats) -> Self {
         let calls = &stats.syscalls;
+        let (cpu_ns, run_delay_ns) = stats.cpu_times().unwrap_or_default();
         Self {
             name,
             turns: stats.turns.get(),
@@ -152,6 +229,10 @@ impl LoopStats {
             flushes: Operations::from(&stats.flush),
             deallocations: Operations::from(&stats.deallocate),
             late: stats.late.get(),
+            cpu_ns,
+            run_delay_ns,
+            poll_useful_ns: stats.poll_useful_ns.get(),
+            poll_useless_ns: stats.poll_useless_ns.get(),
             polled: stats.polled.get(),
             submits_refused: stats.submit_again.get(),
             harvested_at_once: Percentiles::from(&stats.harvested_at_once),
@@ -169,6 +250,65 @@ impl LoopStats {
                 epoll_wait: calls.epoll_wait.get(),
                 eventfd_write: calls.eventfd_write.get(),
             },
+        }
+    }
+}
+
+impl OperationStats {
+    /// The counters of all kinds, with the longest latency of each.
+    pub(crate) fn all(totals: &RequestTotals, latency_max_ns: [u64; 6]) -> Vec<Self> {
+        let kinds = RequestKind::ALL.into_iter().zip(latency_max_ns);
+        kinds.map(|(kind, max)| Self::new(kind, &totals[kind], max)).collect()
+    }
+
+    fn new(kind: RequestKind, counts: &RequestCounts, latency_max_ns: u64) -> Self {
+        Self {
+            operation: kind.into(),
+            requests: counts.requests(),
+            bytes: counts.bytes,
+            errors: counts.into(),
+            latency_buckets: counts.latency.buckets().to_vec(),
+            latency_sum_ns: counts.latency.sum_ns(),
+            latency_max_ns,
+        }
+    }
+}
+
+impl QueueServed {
+    pub(crate) fn new(index: u16, stats: &QueueStats) -> Self {
+        Self {
+            index,
+            served: Served::from(&stats.totals()),
+            kicks: stats.kicks.get(),
+            calls: stats.calls.get(),
+            calls_suppressed: stats.calls_suppressed.get(),
+        }
+    }
+}
+
+impl From<RequestKind> for Operation {
+    fn from(kind: RequestKind) -> Self {
+        match kind {
+            RequestKind::Read => Self::Read,
+            RequestKind::Write => Self::Write,
+            RequestKind::Flush => Self::Flush,
+            RequestKind::Discard => Self::Discard,
+            RequestKind::WriteZeroes => Self::WriteZeroes,
+            RequestKind::Other => Self::Other,
+        }
+    }
+}
+
+impl From<&RequestCounts> for Errors {
+    fn from(counts: &RequestCounts) -> Self {
+        let of = |cause| counts.errors_of(cause);
+        Self {
+            disk: of(ErrorCause::Disk),
+            no_space: of(ErrorCause::NoSpace),
+            invalid: of(ErrorCause::Invalid),
+            reserved: of(ErrorCause::Reserved),
+            aborted: of(ErrorCause::Aborted),
+            unavailable: of(ErrorCause::Unavailable),
         }
     }
 }

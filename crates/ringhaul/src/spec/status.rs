@@ -105,6 +105,12 @@ pub enum DiskState {
     Lost,
 }
 
+impl DiskState {
+    /// All states.
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Ready, Self::Retried, Self::Held, Self::Away, Self::Late, Self::Lost];
+}
+
 impl From<blockio::disk::DiskState> for DiskState {
     fn from(state: blockio::disk::DiskState) -> Self {
         match state {
@@ -143,8 +149,8 @@ pub struct Counts {
 }
 
 impl From<RequestCounts> for Counts {
-    fn from(RequestCounts { requests, bytes, errors }: RequestCounts) -> Self {
-        Self { requests, bytes, errors }
+    fn from(counts: RequestCounts) -> Self {
+        Self { requests: counts.requests(), bytes: counts.bytes, errors: counts.errors() }
     }
 }
 

@@ -142,7 +142,9 @@ fn stop(
     let (paused_queues, paused) = daemon.pause(described.generation)?;
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
     let (of_file, debts) = (daemon.config_exports(), daemon.group_debts());
-    let paused_state = PausedState { since_ns, changes, of_file, exports: paused.exports, debts };
+    let start_time = Some(daemon.start_time());
+    let exports = paused.exports;
+    let paused_state = PausedState { since_ns, changes, of_file, exports, start_time, debts };
     conversation.answer(&paused_state.for_format(described.format), &paused.fds)?;
     drop(paused.fds);
     conversation.expect(TAKE, TAKE_MAX)?;

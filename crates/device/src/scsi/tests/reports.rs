@@ -23,7 +23,7 @@ fn statistics_count_bytes_of_the_medium() {
         (RequestKind::Read, 9),
         (RequestKind::Write, 1),
     ] {
-        assert_eq!((totals[kind].requests, totals[kind].bytes), (1, blocks * 512), "{kind:?}");
+        assert_eq!((totals[kind].requests(), totals[kind].bytes), (1, blocks * 512), "{kind:?}");
     }
 }
 

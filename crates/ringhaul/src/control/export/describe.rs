@@ -9,9 +9,10 @@ use device::unit_address::UnitAddress;
 use super::Export;
 use crate::socket::peer::Peer;
 use crate::spec::UnitPlace;
+use crate::spec::command::StatsReader;
 use crate::spec::qos::QosSpec;
-use crate::spec::stats::{ExportStats, QueueServed};
-use crate::spec::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit, Served};
+use crate::spec::stats::{ExportStats, OperationStats, QueueServed};
+use crate::spec::status::{DiskDetails, ExportDetails, FrontEndDetails, MissingUnit};
 
 impl Export {
     /// Describes the export in detail.
@@ -32,13 +33,25 @@ impl Export {
     }
 
     /// The export's counters so far.
-    pub(in crate::control) fn stats(&self) -> ExportStats {
+    pub(in crate::control) fn stats(&mut self, reader: StatsReader) -> ExportStats {
         let device = &self.setup.device;
         let queues = (0..device.num_queues()).filter_map(|index| {
-            let served = Served::from(&device.queue_stats(index)?.totals());
-            Some(QueueServed { index, served })
+            let stats = device.queue_stats(index)?;
+            Some(QueueServed::new(index, &stats))
         });
-        ExportStats { name: self.spec.name(), served: self.served(), queues: queues.collect() }
+        let queues: Vec<_> = queues.collect();
+        let depth = self.session.as_ref().map_or(0, |session| session.load().requests());
+        let taken = device.take_peaks();
+        self.peaks.iter_mut().for_each(|peaks| peaks.include(taken));
+        let peaks = std::mem::take(&mut self.peaks[reader as usize]);
+        ExportStats {
+            name: self.spec.name(),
+            served: self.served(),
+            operations: OperationStats::all(&device.totals(), peaks.longest_ns),
+            depth: depth.into(),
+            depth_peak: peaks.depth.max(depth.into()),
+            queues,
+        }
     }
 }
 

@@ -1,0 +1,133 @@
+//! A histogram of latencies with bounds of a factor of 2, from 4.1 µs to 17 s.
+
+use std::array;
+use std::ops::AddAssign;
+
+use blockio::stats::{Counter, Peak};
+use serde::{Deserialize, Serialize};
+
+/// The number of finite bounds. Another bucket holds longer latencies.
+pub const LATENCY_BOUNDS: usize = 23;
+
+const BUCKETS: usize = LATENCY_BOUNDS + 1;
+
+/// The first bound in nanoseconds: a power of two costs three instructions less than 4 µs.
+const FIRST_BOUND_NS: u64 = 1 << 12;
+
+/// The bound of bucket `index` in nanoseconds. A latency of just the bound is in the next bucket.
+///
+/// # Panics
+///
+/// Panics if `index` is not below [`LATENCY_BOUNDS`].
+#[must_use]
+pub const fn latency_bound_ns(index: usize) -> u64 {
+    assert!(index < LATENCY_BOUNDS, "the last bucket has no bound");
+    FIRST_BOUND_NS << index
+}
+
+#[inline]
+fn bucket_of(ns: u64) -> usize {
+    // Without the lowest bit, the logarithm of 0 would be a case of its own.
+    let log2 = ((ns / (FIRST_BOUND_NS / 2)) | 1).ilog2();
+    (log2 as usize).min(BUCKETS - 1)
+}
+
+/// A histogram of latencies. One thread writes it and any thread reads it.
+#[derive(Debug)]
+pub struct LatencyStats {
+    buckets: [Counter; BUCKETS],
+    sum_ns: Counter,
+    /// The longest latency in nanoseconds.
+    pub longest_ns: Peak,
+}
+
+impl Default for LatencyStats {
+    fn default() -> Self {
+        let buckets = array::from_fn(|_| Counter::default());
+        Self { buckets, sum_ns: Counter::default(), longest_ns: Peak::default() }
+    }
+}
+
+impl LatencyStats {
+    /// Counts a latency. Only the owning thread may call it.
+    #[inline]
+    pub fn record(&self, ns: u64) {
+        self.buckets[bucket_of(ns)].add(1);
+        self.sum_ns.add(ns);
+        self.longest_ns.note(ns);
+    }
+
+    /// The latencies so far.
+    #[must_use]
+    pub fn values(&self) -> Latency {
+        Latency { buckets: self.buckets.each_ref().map(Counter::get), sum_ns: self.sum_ns.get() }
+    }
+}
+
+/// The content of [`LatencyStats`] at one moment.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Latency {
+    buckets: [u64; BUCKETS],
+    sum_ns: u64,
+}
+
+impl Latency {
+    /// The number of latencies.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// The sum of all latencies in nanoseconds.
+    #[must_use]
+    pub fn sum_ns(&self) -> u64 {
+        self.sum_ns
+    }
+
+    /// The number of latencies in each bucket. The last bucket has no [bound](latency_bound_ns).
+    #[must_use]
+    pub fn buckets(&self) -> &[u64; LATENCY_BOUNDS + 1] {
+        &self.buckets
+    }
+}
+
+impl AddAssign for Latency {
+    fn add_assign(&mut self, other: Self) {
+        for (sum, more) in self.buckets.iter_mut().zip(other.buckets) {
+            *sum += more;
+        }
+        self.sum_ns = self.sum_ns.wrapping_add(other.sum_ns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_ends_before_its_bound() {
+        assert_eq!((bucket_of(0), bucket_of(1)), (0, 0));
+        for index in 0..LATENCY_BOUNDS {
+            let bound = latency_bound_ns(index);
+            assert_eq!((bucket_of(bound - 1), bucket_of(bound)), (index, index + 1), "{bound}");
+        }
+        assert_eq!([0, 22].map(latency_bound_ns), [4_096, 17_179_869_184]);
+        assert_eq!(bucket_of(u64::MAX), BUCKETS - 1);
+    }
+
+    #[test]
+    fn latencies_have_their_sum_their_count_and_the_longest_since_the_last_reading() {
+        let stats = LatencyStats::default();
+        [3_000, 5_000, 20_000_000_000, 0].into_iter().for_each(|ns| stats.record(ns));
+        let mut latency = stats.values();
+        assert_eq!((latency.count(), latency.sum_ns()), (4, 20_000_008_000));
+        assert_eq!(latency.buckets()[..2], [2, 1]);
+        assert_eq!(latency.buckets()[LATENCY_BOUNDS], 1);
+        assert_eq!(stats.longest_ns.take(), 20_000_000_000);
+        stats.record(9);
+        assert_eq!(stats.longest_ns.take(), 9);
+        latency += stats.values();
+        assert_eq!((latency.count(), latency.sum_ns()), (9, 40_000_016_009));
+    }
+}

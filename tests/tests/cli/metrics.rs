@@ -1,0 +1,183 @@
+//! Metrics: the HTTP server, the text, and the counters over a takeover.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
+use ringhaul_tools::process::retry;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::takeover::{TAKEN, taking_over};
+use crate::{DISK_BYTES, test_folders};
+
+/// The requests of one load.
+const REQUESTS: u64 = 400;
+
+/// A daemon with a new disk, a control socket, and metrics on a Unix socket.
+fn begin(folders: &TestFolders) -> Result<Command> {
+    folders.disk("disk.img", DISK_BYTES)?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    command.args(["--name", "vm"]).arg("--control").arg(folders.socket("control"));
+    let socket = folders.socket("metrics");
+    command.arg("--metrics").arg(format!("unix:{}", socket.display()));
+    Ok(command)
+}
+
+fn load(folders: &TestFolders) -> Result<()> {
+    let options = format!("--rw randread --number_ios {REQUESTS}");
+    run(&mut bench(&folders.socket("vm.sock"), &options)?)?.expect_code(0)?;
+    Ok(())
+}
+
+/// The head and the body of the answer to a request for this page.
+fn get(mut stream: impl Read + Write, page: &str) -> Result<(String, String)> {
+    write!(stream, "GET {page} HTTP/1.1\r\nHost: localhost\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("the answer has no head")?;
+    Ok((head.to_owned(), body.to_owned()))
+}
+
+fn metrics(folders: &TestFolders) -> Result<String> {
+    let (head, body) = get(UnixStream::connect(folders.socket("metrics"))?, "/metrics")?;
+    ensure!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
+    Ok(body)
+}
+
+/// The value of the sample with this name and these labels.
+fn value(text: &str, sample: &str) -> Result<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
+    let value = line.with_context(|| format!("{sample} is not in {text}"))?;
+    value.parse().with_context(|| format!("{sample} is {value}"))
+}
+
+const READS: &str = "ringhaul_request_duration_seconds_count{export=\"vm\",op=\"read\"}";
+
+#[test]
+fn the_metrics_count_requests_and_satisfy_promtool() -> Result<()> {
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    load(&folders)?;
+    let text = metrics(&folders)?;
+    ensure!(value(&text, READS)? == REQUESTS, "{text}");
+    let bytes = value(&text, "ringhaul_request_bytes_total{export=\"vm\",op=\"read\"}")?;
+    ensure!(bytes == REQUESTS * 4096, "{bytes} bytes");
+    ensure!(value(&text, "ringhaul_disk_state{export=\"vm\",state=\"ready\"}")? == 1, "{text}");
+    ensure!(value(&text, "ringhaul_export_connected{export=\"vm\"}")? == 0, "{text}");
+    let shown =
+        run(ringhaul()?.args(["ctl", "--control"]).arg(folders.socket("control")).arg("metrics"))?;
+    let shown = shown.expect_code(0)?.stdout;
+    ensure!(value(&shown, READS)? == REQUESTS, "{shown}");
+    let mut promtool = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("starting promtool; `make setup` installs it")?;
+    promtool.stdin.take().context("promtool has no stdin")?.write_all(text.as_bytes())?;
+    let checked = promtool.wait_with_output()?;
+    let complaints = String::from_utf8_lossy(&checked.stderr);
+    ensure!(checked.status.success() && complaints.is_empty(), "{complaints}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    ensure!(!folders.socket("metrics").exists(), "the socket is left");
+    Ok(())
+}
+
+#[test]
+fn the_pages_are_served_over_tcp() -> Result<()> {
+    let folders = test_folders()?;
+    // A port that was free a moment ago.
+    let address = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
+    folders.disk("disk.img", DISK_BYTES)?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    let mut daemon = Running::serve(command.args(["--metrics", &address.to_string()]))?;
+    for (page, status) in [
+        ("/metrics", "200 OK"),
+        ("/-/healthy", "200 OK"),
+        ("/-/ready", "200 OK"),
+        ("/", "404 Not Found"),
+    ] {
+        let (head, _) = get(TcpStream::connect(address)?, page)?;
+        ensure!(head.starts_with(&format!("HTTP/1.1 {status}")), "{page}: {head}");
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn an_address_in_use_is_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let used = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let address = used.local_addr()?.to_string();
+    folders.disk("disk.img", DISK_BYTES)?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    let refused = run(command.args(["--metrics", &address]))?;
+    refused.expect_refusal(&["cannot listen on", &address, "choose another --metrics"])
+}
+
+#[test]
+fn counters_survive_a_takeover_and_not_a_restart() -> Result<()> {
+    const START: &str = "ringhaul_start_time_seconds";
+    let folders = test_folders()?;
+    let old = Running::serve(&mut begin(&folders)?)?;
+    load(&folders)?;
+    let start = value(&metrics(&folders)?, START)?;
+    let mut new = Running::start(&mut taking_over(&folders)?)?;
+    new.wait_for(TAKEN)?;
+    old.finish()?.expect_code(0)?;
+    load(&folders)?;
+    let text = wait_for_metrics(&folders)?;
+    ensure!(value(&text, READS)? == 2 * REQUESTS, "{text}");
+    ensure!(value(&text, START)? == start, "the start time has changed");
+    new.signal(Signal::TERM)?;
+    new.finish()?.expect_code(0)?;
+    let mut again = Running::serve(&mut begin(&folders)?)?;
+    ensure!(value(&metrics(&folders)?, READS)? == 0, "a new daemon has old counters");
+    again.signal(Signal::TERM)?;
+    again.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// The metrics of a process that has just taken over: it listens when the old one has ended.
+fn wait_for_metrics(folders: &TestFolders) -> Result<String> {
+    retry(LIMIT, || metrics(folders).map(drop))?;
+    metrics(folders)
+}
+
+/// Errors have a cause, and latencies their longest since the last reading.
+#[test]
+fn stats_have_the_same_counters() -> Result<()> {
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(&mut begin(&folders)?)?;
+    load(&folders)?;
+    let stats = || -> Result<Value> {
+        let mut ctl = ringhaul()?;
+        ctl.args(["ctl", "--json", "--control"]).arg(folders.socket("control")).arg("stats");
+        Ok(serde_json::from_str(&run(&mut ctl)?.expect_code(0)?.stdout)?)
+    };
+    let first = stats()?;
+    let read = &first["exports"][0]["operations"][0];
+    ensure!(read["operation"] == "read" && read["requests"] == REQUESTS, "{read}");
+    let buckets = read["latency-buckets"].as_array().context("no buckets")?;
+    let sum: u64 = buckets.iter().filter_map(Value::as_u64).sum();
+    ensure!(sum == REQUESTS && buckets.len() == 24, "{read}");
+    let max = read["latency-max-ns"].as_u64().context("no maximum")?;
+    ensure!(max > 0 && read["latency-sum-ns"].as_u64() >= Some(max), "{read}");
+    ensure!(first["exports"][0]["depth-peak"].as_u64() >= Some(1), "{first}");
+    let second = &stats()?["exports"][0];
+    ensure!(second["operations"][0]["latency-max-ns"] == 0, "{second}");
+    ensure!(second["operations"][0]["requests"] == REQUESTS, "{second}");
+    // Another kind of reader has its own peaks.
+    let max = "ringhaul_request_duration_max_seconds{export=\"vm\",op=\"read\"} 0";
+    let text = metrics(&folders)?;
+    ensure!(!text.lines().any(|line| line == max), "{text}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
