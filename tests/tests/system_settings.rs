@@ -1,5 +1,5 @@
 //! Engines that the system does not offer. Its settings hold for the whole machine, so this is a
-//! separate test program, which cargo runs alone.
+//! separate test program, which cargo and `cargo xtask check` run alone.
 
 use std::fs;
 use std::path::PathBuf;

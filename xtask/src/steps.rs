@@ -198,7 +198,7 @@ const STEPS: &[Step] = &[
         name: "tests, end to end",
         words: "test --workspace --no-fail-fast --test crash --test device --test hostile \
                 --test image_edges --test images --test load --test luks --test neighbours \
-                --test power --test system_settings",
+                --test power",
         waits: true,
         usual: 350,
         ..END_TO_END
@@ -290,6 +290,14 @@ const STEPS: &[Step] = &[
         usual: 5,
         ..SLOW
     },
+    Step {
+        // It changes settings of the machine, with which other daemons would not start.
+        name: "tests, system settings",
+        words: "test --workspace --test system_settings",
+        is_alone: true,
+        usual: 5,
+        ..END_TO_END
+    },
 ];
 
 /// The tests of the quick run.
@@ -338,6 +346,12 @@ mod tests {
             let is_before = |name: &&str| names[..index].contains(name);
             assert!(step.needs.iter().all(is_before), "{}", step.name);
         }
+    }
+
+    #[test]
+    fn settings_of_the_machine_change_beside_no_other_step() {
+        let mut steps = selected(true).filter(|step| step.words.contains("system_settings"));
+        assert!(steps.all(|step| step.is_alone));
     }
 
     #[test]
