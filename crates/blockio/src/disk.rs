@@ -40,7 +40,7 @@ pub use folder::Folder;
 pub use foreign::format_warning;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
-    TransferError, check_logical_block,
+    TransferError, WaitTimes, check_logical_block,
 };
 use qos::bulk_turns::BulkTurns;
 pub use qos::error_policy::{ErrorAction, ErrorPolicy};

@@ -69,6 +69,8 @@ pub struct Daemon {
     ownership: Arc<Ownership>,
     /// The start of the counters, in seconds since 1970.
     start_time: AtomicU64,
+    /// Takeovers by another process that have failed.
+    pub(crate) failed_takeovers: AtomicU64,
     /// Stores the changes of commands for the next start, if they are to be kept.
     saved_state: OnceLock<SavedState>,
 }
@@ -126,6 +128,7 @@ impl Daemon {
             of_file: OnceLock::new(),
             ownership: Arc::default(),
             start_time: AtomicU64::new(seconds_since_1970()),
+            failed_takeovers: AtomicU64::new(0),
             saved_state: OnceLock::new(),
         };
         Ok((daemon, Shutdown(received)))
@@ -255,6 +258,7 @@ impl Daemon {
         let iothreads = self.pool.lock().threads.as_ref().ok_or(CommandError::Ending)?.stats();
         Ok(Reply::Stats(Box::new(DaemonStats {
             start_time_seconds: self.start_time(),
+            failed_takeovers: self.failed_takeovers.load(Ordering::Relaxed),
             exports,
             iothreads,
         })))

@@ -23,6 +23,7 @@ mod members;
 mod metrics;
 mod operator_mistakes;
 mod options;
+mod prometheus;
 mod resize;
 mod restart;
 mod schema;

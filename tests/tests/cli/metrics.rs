@@ -34,8 +34,9 @@ fn load(folders: &TestFolders) -> Result<()> {
 }
 
 /// The head and the body of the answer to a request for this page.
-fn get(mut stream: impl Read + Write, page: &str) -> Result<(String, String)> {
-    write!(stream, "GET {page} HTTP/1.1\r\nHost: localhost\r\n\r\n")?;
+pub(super) fn get(mut stream: impl Read + Write, page: &str) -> Result<(String, String)> {
+    // Version 1.0: the end of the answer closes the connection.
+    write!(stream, "GET {page} HTTP/1.0\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     let (head, body) = answer.split_once("\r\n\r\n").context("the answer has no head")?;
@@ -177,6 +178,22 @@ fn stats_have_the_same_counters() -> Result<()> {
     let max = "ringhaul_request_duration_max_seconds{export=\"vm\",op=\"read\"} 0";
     let text = metrics(&folders)?;
     ensure!(!text.lines().any(|line| line == max), "{text}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Two requests that wait for a second count two seconds.
+#[test]
+fn waits_for_limits_are_counted() -> Result<()> {
+    let folders = test_folders()?;
+    let mut daemon = Running::serve(begin(&folders)?.args(["--limits", "iops-total=100"]))?;
+    run(&mut bench(&folders.socket("vm.sock"), "--rw randread --iodepth 4 --number_ios 60")?)?
+        .expect_code(0)?;
+    let text = metrics(&folders)?;
+    let line = text.lines().find(|line| line.starts_with("ringhaul_throttled_seconds_total{"));
+    let value: f64 = line.and_then(|line| line.split(' ').nth(1)).context("no line")?.parse()?;
+    ensure!(value > 0.1, "{line:?}");
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())

@@ -1,6 +1,6 @@
 //! Options and properties of a disk, its state, and failed transfers.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use super::folder::Folder;
@@ -48,6 +48,18 @@ pub struct DiskInfo {
     pub read_only: bool,
     /// True if the page cache is bypassed.
     pub direct: bool,
+}
+
+/// The time that requests have waited, all of them together: two requests that wait for a second
+/// count two seconds.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct WaitTimes {
+    /// For limits.
+    pub throttled: Duration,
+    /// For a retry, after the disk failed them.
+    pub retried: Duration,
+    /// For space.
+    pub held: Duration,
 }
 
 /// The state of a disk.

@@ -6,11 +6,12 @@ use std::time::Instant;
 use super::driver::DriverSource;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
-use super::info::{Abilities, DiskInfo, DiskState, Link, Placement};
+use super::info::{Abilities, DiskInfo, DiskState, Link, Placement, WaitTimes};
 use super::qos::error_policy::{ErrorPolicy, WaitReason};
 use super::qos::limits::Limits;
 use super::qos::shared::{LimitGroup, join};
 use super::{DiskSource, SourceKind};
+use crate::clock;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::op::OpenFile;
@@ -101,6 +102,14 @@ impl DiskSource {
     #[must_use]
     pub fn retry_totals(&self) -> (u64, Option<i32>) {
         self.shared.retry_stats.totals()
+    }
+
+    /// The time that requests have waited so far.
+    #[must_use]
+    pub fn wait_times(&self) -> WaitTimes {
+        let now = clock::now();
+        let [retried, held] = self.shared.retry_stats.times(now);
+        WaitTimes { throttled: self.shared.throttled.lock().total(now), retried, held }
     }
 
     /// [Held](DiskState::Held) or [retried](DiskState::Retried) if requests wait now because the

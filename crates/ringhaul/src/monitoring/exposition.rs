@@ -19,6 +19,12 @@ pub(crate) fn exposition(stats: &DaemonStats, exports: &[ExportStatus]) -> Strin
         "The start of the counters since 1970; an upgrade keeps it.",
     );
     text.sample("", &[], stats.start_time_seconds);
+    text.family(
+        "ringhaul_failed_takeovers_total",
+        Kind::Counter,
+        "Takeovers by another process, as in an upgrade, that have failed.",
+    );
+    text.sample("", &[], stats.failed_takeovers);
     write_states(&mut text, exports);
     write_requests(&mut text, &stats.exports);
     write_queues(&mut text, &stats.exports);
@@ -241,6 +247,7 @@ fn write_queues(text: &mut Text, exports: &[ExportStats]) {
         ),
         of(|export| export.depth_peak),
     );
+    write_waits(text, exports);
     text.each(
         ("ringhaul_kicks_total", Kind::Counter, "Kicks of drivers."),
         of(|export| export.queues.iter().map(|queue| queue.kicks).sum()),
@@ -257,6 +264,32 @@ fn write_queues(text: &mut Text, exports: &[ExportStats]) {
         ),
         of(|export| export.queues.iter().map(|queue| queue.calls_suppressed).sum()),
     );
+}
+
+fn write_waits(text: &mut Text, exports: &[ExportStats]) {
+    /// Name, help and value of a counter.
+    type Row = (&'static str, &'static str, fn(&ExportStats) -> u64);
+    let rows: [Row; 3] = [
+        (
+            "ringhaul_throttled_seconds_total",
+            "Time that requests have waited for limits, all together.",
+            |export| export.throttled_ns,
+        ),
+        (
+            "ringhaul_retried_seconds_total",
+            "Time that failed requests have waited for a retry, all together.",
+            |export| export.retried_ns,
+        ),
+        (
+            "ringhaul_held_seconds_total",
+            "Time that requests have waited for space on the disk, all together.",
+            |export| export.held_ns,
+        ),
+    ];
+    for (name, help, value) in rows {
+        let values = exports.iter().map(|export| (export.name.clone(), Seconds(value(export))));
+        text.each((name, Kind::Counter, help), values);
+    }
 }
 
 fn write_threads(text: &mut Text, threads: &[LoopStats]) {
@@ -344,6 +377,9 @@ mod tests {
             operations: vec![operation],
             depth: 4,
             depth_peak: 9,
+            throttled_ns: 1,
+            retried_ns: 2,
+            held_ns: 3,
             queues: Vec::new(),
         }
     }

@@ -13,6 +13,8 @@ use crate::spec::status::Served;
 pub struct DaemonStats {
     /// The start of the counters in seconds since 1970, which a takeover keeps.
     pub start_time_seconds: u64,
+    /// Takeovers by another process that have failed.
+    pub failed_takeovers: u64,
     /// In the order in which the exports were added.
     pub exports: Vec<ExportStats>,
     /// In the order of their numbers; none before the first export.
@@ -33,6 +35,12 @@ pub struct ExportStats {
     pub depth: u64,
     /// The most unanswered requests of a queue since the last reading by the same kind of reader.
     pub depth_peak: u64,
+    /// The time in nanoseconds that requests have waited for limits, all of them together.
+    pub throttled_ns: u64,
+    /// Like that, for a retry after the disk failed them.
+    pub retried_ns: u64,
+    /// Like that, for space on the disk.
+    pub held_ns: u64,
     /// The queues that were started at least once.
     pub queues: Vec<QueueServed>,
 }

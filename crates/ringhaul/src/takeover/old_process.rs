@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -67,6 +68,7 @@ pub(crate) fn hand_over(
     });
     if let Err(error) = &given {
         tracing::warn!("process {process} does not take over: {error:#}");
+        daemon.failed_takeovers.fetch_add(1, Ordering::Relaxed);
         let why = format!("{error:#}");
         let refusal = error.downcast_ref::<CommandError>();
         let is_transient = refusal.is_some_and(CommandError::is_transient);

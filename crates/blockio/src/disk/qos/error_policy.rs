@@ -3,6 +3,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use crate::clock;
 use crate::executor::sync::Lock;
 
 /// The treatment of failed requests. Always reported are requests that could not succeed, such as
@@ -101,10 +102,42 @@ struct State {
     errno: Option<i32>,
 }
 
+/// The requests that wait for one reason.
 #[derive(Debug, Default, Clone, Copy)]
-struct WaitCount {
-    now: usize,
+pub(crate) struct WaitCount {
+    now: u32,
+    /// The start of the time for which at least one has waited.
     since: Option<Instant>,
+    /// The time that requests have waited up to the last change, all together.
+    total: Duration,
+    changed: Option<Instant>,
+}
+
+impl WaitCount {
+    pub(crate) fn begin(&mut self, now: Instant) {
+        self.advance(now);
+        self.now += 1;
+        self.since.get_or_insert(now);
+    }
+
+    pub(crate) fn end(&mut self, now: Instant) {
+        self.advance(now);
+        self.now -= 1;
+        if self.now == 0 {
+            self.since = None;
+        }
+    }
+
+    /// The time that requests have waited so far, all together.
+    pub(crate) fn total(mut self, now: Instant) -> Duration {
+        self.advance(now);
+        self.total
+    }
+
+    fn advance(&mut self, now: Instant) {
+        let since = self.changed.replace(now).unwrap_or(now);
+        self.total += now.saturating_duration_since(since) * self.now;
+    }
 }
 
 impl State {
@@ -134,18 +167,17 @@ impl RetryStats {
         let mut state = self.0.lock();
         state.count += 1;
         state.errno = Some(errno);
-        let waiting = state.count_mut(why);
-        waiting.now += 1;
-        waiting.since.get_or_insert(now);
+        state.count_mut(why).begin(now);
     }
 
     fn end(&self, why: WaitReason) {
-        let mut state = self.0.lock();
-        let waiting = state.count_mut(why);
-        waiting.now -= 1;
-        if waiting.now == 0 {
-            waiting.since = None;
-        }
+        self.0.lock().count_mut(why).end(clock::now());
+    }
+
+    /// The time that requests have waited, retried and held ones, all together.
+    pub(crate) fn times(&self, now: Instant) -> [Duration; 2] {
+        let state = self.0.lock();
+        [state.retried.total(now), state.held.total(now)]
     }
 }
 
@@ -204,6 +236,22 @@ impl Drop for RetryState<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_waiting_request_adds_its_time_even_before_the_end_of_its_wait() {
+        let start = clock::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut count = WaitCount::default();
+        count.begin(at(1));
+        count.begin(at(3));
+        assert_eq!(count.total(at(4)), Duration::from_secs(4), "3 s and 1 s");
+        count.end(at(5));
+        assert_eq!((count.total(at(6)), count.since), (Duration::from_secs(7), Some(at(1))));
+        count.end(at(6));
+        assert_eq!((count.total(at(100)), count.since), (Duration::from_secs(7), None));
+        count.begin(at(100));
+        assert_eq!(count.total(at(102)), Duration::from_secs(9));
+    }
 
     #[test]
     fn a_client_that_was_locked_out_does_not_try_again() {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::error_policy::{ErrorPolicy, RetryStats};
+use super::error_policy::{ErrorPolicy, RetryStats, WaitCount};
 use super::limits::{Buckets, Limits};
 use crate::clock;
 use crate::disk::info::DiskInfo;
@@ -36,6 +36,8 @@ pub(crate) struct Shared {
     /// Reads and writes that wait for the limits of a group, one of each on this disk at a time.
     pub(crate) turns: [FairSemaphore; 2],
     pub(crate) retry_stats: RetryStats,
+    /// The requests that wait for limits.
+    pub(crate) throttled: Lock<WaitCount>,
     /// The format of the image that a disk without a format seems to be.
     foreign_format: OnceLock<&'static str>,
     /// True if the disk is no longer needed.
@@ -66,6 +68,7 @@ impl Shared {
             changed: Notify::default(),
             turns: [(); 2].map(|()| FairSemaphore::new(1)),
             retry_stats: RetryStats::default(),
+            throttled: Lock::default(),
             foreign_format: OnceLock::new(),
             is_abandoned: AtomicBool::new(false),
         }

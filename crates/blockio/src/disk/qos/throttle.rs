@@ -13,11 +13,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::error_policy::{ErrorAction, RetryState};
+use super::error_policy::{ErrorAction, RetryState, WaitCount};
 use super::limits::{Buckets, Direction};
 use super::shared::{Rules, Shared};
 use crate::clock;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
+use crate::executor::sync::Lock;
 use crate::thread::io::Io;
 
 /// The most bytes of a transfer that a stopping queue finishes if it may leave the rest.
@@ -100,27 +101,39 @@ impl Requester for NoRequester {
 struct WaitingRequest<'a> {
     requester: &'a dyn Requester,
     waits: Cell<bool>,
+    /// The requests that wait for the same reason, if they are counted here.
+    count: Option<&'a Lock<WaitCount>>,
 }
 
 impl<'a> WaitingRequest<'a> {
-    fn new(requester: &'a dyn Requester) -> Self {
-        Self { requester, waits: Cell::new(false) }
+    fn new(requester: &'a dyn Requester, count: Option<&'a Lock<WaitCount>>) -> Self {
+        Self { requester, waits: Cell::new(false), count }
     }
 
     fn wait(&self) {
         if !self.waits.replace(true) {
+            self.count.iter().for_each(|count| count.lock().begin(clock::now()));
             self.requester.on_wait();
         }
     }
 
     async fn resume(&self, direction: Direction) -> io::Result<()> {
-        if self.waits.replace(false) { self.requester.on_resume(direction).await } else { Ok(()) }
+        if self.end() { self.requester.on_resume(direction).await } else { Ok(()) }
+    }
+
+    /// Returns true if the request has waited.
+    fn end(&self) -> bool {
+        let has_waited = self.waits.replace(false);
+        if has_waited {
+            self.count.iter().for_each(|count| count.lock().end(clock::now()));
+        }
+        has_waited
     }
 }
 
 impl Drop for WaitingRequest<'_> {
     fn drop(&mut self) {
-        if self.waits.get() {
+        if self.end() {
             self.requester.on_cancel();
         }
     }
@@ -242,7 +255,7 @@ impl Gate {
         if rules.own.is_none() && rules.shared.is_none() {
             return Ok(());
         }
-        let place = WaitingRequest::new(requester);
+        let place = WaitingRequest::new(requester, Some(&self.shared.throttled));
         while !self.take_turn(&place, direction, bytes).await? {
             self.wait_until_open(&place).await?;
         }
@@ -319,7 +332,7 @@ impl Gate {
                 || self.shared.generation() != generation
                 || matches!(self.wait_mode.get(), WaitMode::Never | WaitMode::Frozen)
         };
-        let place = WaitingRequest::new(requester);
+        let place = WaitingRequest::new(requester, None);
         self.wait_until(&place, now + pause, changed).await?;
         self.wait_until_open(&place).await?;
         if self.wait_mode.get() == WaitMode::Never {
@@ -359,7 +372,7 @@ impl Gate {
         requester: &dyn Requester,
         direction: Direction,
     ) -> io::Result<()> {
-        let place = WaitingRequest::new(requester);
+        let place = WaitingRequest::new(requester, None);
         self.wait_until_open(&place).await?;
         place.resume(direction).await
     }

@@ -1,8 +1,9 @@
 //! The details and the counters of an export.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
+use blockio::disk::WaitTimes;
 use device::Device;
 use device::unit_address::UnitAddress;
 
@@ -50,8 +51,17 @@ impl Export {
             operations: OperationStats::all(&device.totals(), peaks.longest_ns),
             depth: depth.into(),
             depth_peak: peaks.depth.max(depth.into()),
+            throttled_ns: self.waited_ns(|times| times.throttled),
+            retried_ns: self.waited_ns(|times| times.retried),
+            held_ns: self.waited_ns(|times| times.held),
             queues,
         }
+    }
+
+    /// The sum of one of the wait times of all disks.
+    fn waited_ns(&self, which: fn(WaitTimes) -> Duration) -> u64 {
+        let sum: Duration = self.disks.iter().map(|disk| which(disk.wait_times())).sum();
+        u64::try_from(sum.as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
