@@ -231,6 +231,15 @@ impl RingState {
         matches!(self.service, Service::Stopped)
     }
 
+    /// The kind of the stop in progress.
+    #[cfg(test)]
+    pub(super) fn stop_kind(&self) -> Option<StopKind> {
+        match self.service {
+            Service::Stopping(_, _, kind) => Some(kind),
+            _ => None,
+        }
+    }
+
     pub(super) fn state(&self) -> QueueState {
         match &self.service {
             Service::Stopped => QueueState::Stopped,

@@ -5,7 +5,7 @@ use vhost_user::End;
 use vhost_user::message::{Config, InflightArea, Region, Request};
 use virtqueue::{InflightRegion, MappingBudget, RingLayout};
 
-use crate::scene::{QUEUE_SIZE, QUEUES, Scene, region, wait_until};
+use crate::scene::{QUEUE_SIZE, QUEUES, Scene, region};
 
 const ACK: [u8; 8] = [0; 8];
 
@@ -31,11 +31,13 @@ fn a_queue_that_cannot_restart_in_new_memory_ends_the_connection() {
         rustix::fs::ftruncate(&memory, other.size).unwrap();
         frontend.send(&Request::AddMemReg(other), needs_reply, &[&memory]);
         frontend.send(&Request::GetFeatures, false, &[]);
-        let mut end = None;
-        wait_until(|| {
-            end = scene.drive_all(&mut session);
-            end.is_some() || frontend.receive().is_some()
-        });
+        let end = loop {
+            let end = scene.drive_all(&mut session);
+            if end.is_some() || frontend.receive().is_some() {
+                break end;
+            }
+            scene.await_due(&session);
+        };
         assert!(
             matches!(&end, Some(End::Dropped(reason)) if reason.contains("version 77")),
             "{end:?}"
@@ -62,18 +64,28 @@ fn removed_memory_makes_room_for_the_next_region() {
         for _ in 0..8 {
             scene.send_checked(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
             frontend.send(&Request::RemMemReg(large), true, &[]);
-            let mut answer = None;
-            wait_until(|| {
+            let answer = loop {
                 assert_eq!(scene.drive_all(&mut session), None);
-                answer = frontend.receive();
-                answer.is_some()
-            });
-            assert_eq!(answer.map(|(_, body)| body), Some(ACK.to_vec()), "{:?}", scene.refused);
+                let Some((_, body)) = frontend.receive() else {
+                    scene.await_due(&session);
+                    continue;
+                };
+                break body;
+            };
+            assert_eq!(answer, ACK, "{:?}", scene.refused);
             assert_eq!(budget.mapped_bytes(), 1 << 20);
         }
         scene.send_checked(&mut session, &mut frontend, &Request::AddMemReg(large), &[&memory]);
         drop(frontend);
-        wait_until(|| scene.drive_all(&mut session).is_some());
+        let end = loop {
+            if let Some(end) = scene.drive_all(&mut session) {
+                break end;
+            }
+            assert!(session.is_ending());
+            session.begin_end();
+            scene.await_due(&session);
+        };
+        assert_eq!(end, End::Gone(None), "the first reason stays");
         assert_eq!(budget.mapped_bytes(), 0);
     }
 }

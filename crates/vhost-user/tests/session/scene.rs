@@ -7,13 +7,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::task::Waker;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
 use device::blk::config::BlkOptions;
 use device::{Device, LogEvents};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, Timespec, eventfd, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vhost_user::message::{
     F_PROTOCOL_FEATURES, HEADER_BYTES, Header, Region, Request, RingAddresses,
@@ -37,6 +38,17 @@ pub(crate) struct Scene {
     /// The rules for the memory of the next session.
     pub(crate) rules: MappingRules,
     examiner: Arc<Examiner>,
+    woken: Arc<Woken>,
+}
+
+/// A waker that notes its call.
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 impl Scene {
@@ -47,8 +59,8 @@ impl Scene {
         let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
         let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
         let (refused, examiner) = (Vec::new(), Arc::new(Examiner::default()));
-        let rules = MappingRules::default();
-        Self { io, device, now: Instant::now(), refused, rules, examiner }
+        let (rules, woken) = (MappingRules::default(), Arc::default());
+        Self { io, device, now: Instant::now(), refused, rules, examiner, woken }
     }
 
     /// Makes a session and its front-end.
@@ -64,7 +76,7 @@ impl Scene {
             threads: vec![self.io.remote()],
             rules: self.rules.clone(),
             examiner: Arc::clone(&self.examiner),
-            waker: Waker::noop().clone(),
+            waker: Waker::from(Arc::clone(&self.woken)),
         };
         Session::new(socket, setup, self.now)
     }
@@ -84,16 +96,33 @@ impl Scene {
         }
     }
 
-    /// Drives the session and its IoThread.
+    /// Drives the session and its IoThread: now, and then whenever the session asks for it.
     pub(crate) fn drive_all(&mut self, session: &mut Session) -> Option<End> {
+        let mut is_due = true;
         for _ in 0..100 {
-            let end = self.drive(session);
+            let end = if is_due { self.drive(session) } else { None };
             if end.is_some() {
                 return end;
             }
             self.io.turn(Wait::Never).unwrap();
+            is_due = self.is_due(session);
         }
         None
+    }
+
+    /// Waits until the session asks for progress, which another thread causes.
+    pub(crate) fn await_due(&self, session: &Session) {
+        wait_until(|| self.is_due(session));
+    }
+
+    /// Returns true if a wake, an event or the time asks for progress.
+    fn is_due(&self, session: &Session) -> bool {
+        let has_event = session.interest().is_some_and(|events| {
+            let mut fds = [PollFd::new(session, events)];
+            poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+        });
+        let is_late = session.deadline().is_some_and(|deadline| deadline <= self.now);
+        self.woken.0.swap(false, Ordering::Acquire) || has_event || is_late
     }
 
     /// Sends a message and takes the answer.

@@ -311,6 +311,21 @@ fn the_end_of_a_session_waits_for_its_queues() {
     assert_eq!(scene.drive(&mut session), None, "it ends once");
 }
 
+/// A hang-up after an error, or the end of an export, does not hide the error.
+#[test]
+fn the_first_reason_of_an_end_stays() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = scene.attach();
+    scene.set_up(&mut session, &mut frontend);
+    frontend.send(&Request::SetVringNum { index: 0, size: 3 }, false, &[]);
+    assert_eq!(session.progress(scene.now), SessionProgress::Waiting);
+    assert!(session.is_ending());
+    session.begin_end();
+    drop(frontend);
+    let end = scene.drive_all(&mut session);
+    assert!(is_dropped(end.as_ref(), "3 entries"), "{end:?}");
+}
+
 #[test]
 fn a_session_does_not_wait_for_an_ended_io_thread() {
     let mut scene = Scene::new();
@@ -409,12 +424,13 @@ fn a_refused_message_changes_nothing() {
     let enable = Request::SetVringEnable { index: 1, value: 1 };
     let set_size = |size| Request::SetVringNum { index: 1, size };
     // Earlier messages, the refused message, and the number of queues that run after it.
-    let table: [(&[Request], Request, usize); 8] = [
+    let table: [(&[Request], Request, usize); 9] = [
         (&[], set_addresses(outside), 2),
         (&[], set_addresses(odd), 2),
         (&[], set_size(3), 2),
         (&[set_addresses(at_end)], set_size(32), 2),
         (&[set_addresses(tight)], Request::SetFeatures(1 << 32 | 1 << 30 | 1 << 29), 2),
+        (&[set_addresses(tight)], Request::SetFeatures(1 << 32 | 1 << 29), 2),
         (&[get_base(1), set_addresses(outside)], set_kick.clone(), 1),
         (&[Request::SetVringEnable { index: 1, value: 0 }, set_addresses(outside)], enable, 1),
         (&[get_base(1), set_addresses(odd)], set_kick.clone(), 1),

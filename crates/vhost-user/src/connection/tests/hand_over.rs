@@ -42,16 +42,17 @@ fn go_on(scene: &mut Scene, session: &mut Session) -> SessionProgress {
     session.begin_resume();
     loop {
         match session.progress(Instant::now()) {
-            SessionProgress::Waiting => drop(scene.io.turn(Wait::Never).unwrap()),
+            SessionProgress::Waiting => scene.await_wake(),
             other => return other,
         }
+        assert!(!session.has_resumed() || session.is_ending(), "it has not said so");
     }
 }
 
-fn end(scene: Scene, mut session: Session) {
+fn end(mut scene: Scene, mut session: Session) {
     session.begin_end();
     while !matches!(session.progress(Instant::now()), SessionProgress::Ended(_)) {
-        scene.io.turn(Wait::Never).unwrap();
+        scene.await_wake();
     }
 }
 
@@ -202,14 +203,40 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
 /// The driver can still end its tasks in the remaining rings.
 #[test]
 fn task_management_goes_on_without_a_ring_that_is_lost() {
+    // The second one begins in the memory, so that only its IoThread refuses it.
+    for place in [MEMORY_BYTES, MEMORY_BYTES - 0x2000 - 16] {
+        let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+        scene.start();
+        scene.connection.rings[3].settings.addresses = Some(addresses(USER_ADDR + place));
+        let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
+        let lost = go_on(&mut other, &mut session);
+        assert!(matches!(lost, SessionProgress::RingLost(_)), "{lost:?}");
+        assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
+        end(other, session);
+        scene.end();
+    }
+}
+
+/// Task management concerns the requests in all other rings, so it begins last and ends first.
+#[test]
+fn a_pause_that_is_given_up_stops_no_ring_of_requests() {
     let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
     scene.start();
-    let nowhere = addresses(USER_ADDR + MEMORY_BYTES);
-    scene.connection.rings[3].settings.addresses = Some(nowhere);
     let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
-    let lost = go_on(&mut other, &mut session);
-    assert!(matches!(lost, SessionProgress::RingLost(_)), "{lost:?}");
-    assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
+    session.begin_resume();
+    assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
+    assert_eq!(states(&session), ["Stopped", "Starting", "Starting", "Starting"]);
+    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+    session.begin_pause();
+    assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
+    assert_eq!(states(&session), ["Stopping", "Running", "Running", "Running"]);
+    session.begin_resume();
+    while session.progress(Instant::now()) == SessionProgress::Waiting {
+        assert_eq!(states(&session)[1..], ["Running"; 3]);
+        other.await_wake();
+    }
+    assert!(session.has_resumed());
+    assert_eq!(states(&session), ["Running"; 4]);
     end(other, session);
     scene.end();
 }

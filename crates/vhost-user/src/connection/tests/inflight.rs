@@ -87,7 +87,19 @@ fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
 #[test]
 fn requests_are_left_only_where_there_can_be_a_region() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let stop = |scene: &Scene| scene.connection.stop_kind(&Change::GetBase(0));
+    let memory = || Change::Memory(SharedMemory::empty());
+    let stop = |scene: &Scene| {
+        let kinds = [Change::GetBase(0), Change::Disable(0)]
+            .map(|change| scene.connection.stop_kind(&change));
+        assert_eq!(kinds[0], kinds[1], "QEMU disables a ring before it asks for its base");
+        let of_other = [Change::ResetOwner, Change::Features(0), Change::Kick(0, None)]
+            .map(|change| scene.connection.stop_kind(&change));
+        assert_eq!(of_other, [StopKind::Final; 3]);
+        let has_region = scene.connection.inflight.is_some();
+        let kind = scene.connection.stop_kind(&memory());
+        assert_eq!(kind == StopKind::KeepInflight, has_region, "its buffers are in the old memory");
+        kinds[0]
+    };
     assert_eq!(stop(&scene), StopKind::Final, "the front-end has brought none");
     let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
@@ -106,6 +118,11 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     assert_eq!(negotiate(&mut scene, base), Ended::Done);
     assert_eq!(stop(&scene), StopKind::Final, "the front-end does not know of it");
     assert_eq!(negotiate(&mut scene, region | base), Ended::Done);
+    scene.start();
+    scene.connection.begin_pause();
+    let kinds = scene.connection.rings.iter().map(RingState::stop_kind);
+    assert!(kinds.clone().all(|kind| kind == Some(StopKind::KeepInflight)), "the front-end waits");
+    scene.settle().unwrap();
     scene.end();
 }
 

@@ -1,0 +1,247 @@
+//! Lasting effects of messages on rings, descriptors and memory.
+
+use virtqueue::driver::{Desc, Driver};
+use virtqueue::{MemoryFiles, QueueConfig};
+
+use super::super::super::examiner::tests::hung_maps;
+use super::*;
+
+const QUEUE: u64 = GUEST_ADDR + 0x4000;
+
+fn own(scene: &Scene, fd: OwnedFd) -> PeerFd {
+    PeerFd::new(fd, Arc::clone(&scene.examiner))
+}
+
+/// Begins to carry a message out.
+fn begin(scene: &mut Scene, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
+    let (code, body) = request.encode();
+    let header = Header::new(code, body.len());
+    let fds = fds.into_iter().map(|fd| own(scene, fd)).collect();
+    scene.connection.handle(Message { header, body, fds, lost_fds: None })
+}
+
+/// Such a message may look like another one without a descriptor.
+#[test]
+fn a_message_whose_descriptors_are_lost_is_refused() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let (code, body) = Request::SetVringKick { index: 0, has_fd: false }.encode();
+    let header = Header::new(code, body.len());
+    let lost_fds = Some("no descriptor was left".to_owned());
+    let message = Message { header, body, fds: Vec::new(), lost_fds };
+    let Outcome::Refuse(Refusal { text, needs_ack: true }) = scene.connection.handle(message)
+    else {
+        panic!("it was carried out");
+    };
+    assert!(text.contains("lost; no descriptor was left"), "{text}");
+    scene.end();
+}
+
+/// virtio_uml sends room for two regions and announces one.
+#[test]
+fn a_table_may_be_longer_than_its_regions() {
+    let expected = Request::SetMemTable(vec![region()]);
+    let (code, table) = expected.encode();
+    for excess in [0, 1, 8, 32, 224] {
+        let body = [table.clone(), vec![0xff; excess]].concat();
+        assert_eq!(Request::decode(code, &body), Ok(expected.clone()), "{excess} bytes more");
+    }
+    for bytes in [0, 7, 8, table.len() - 1] {
+        assert_eq!(Request::decode(code, &table[..bytes]), Err(DecodeError::BadBody), "{bytes}");
+    }
+}
+
+/// A file system may hang while it maps a file.
+#[test]
+fn a_file_that_may_be_no_memory_is_mapped_on_another_thread() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.connection.setup.rules.files = MemoryFiles::Any;
+    let (examiner, hang) = hung_maps();
+    scene.connection.setup.examiner = examiner;
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(MEMORY_BYTES).unwrap();
+    let memory = scene.memory();
+    let at_once = begin(&mut scene, &Request::AddMemReg(region()), memory);
+    assert!(matches!(at_once, Outcome::Later(Work::Stop(_))), "a memfd is memory");
+    let other = Region { guest_addr: 1 << 40, user_addr: 1 << 40, ..region() };
+    let outcome = begin(&mut scene, &Request::AddMemReg(other), vec![file.into()]);
+    let Outcome::Later(Work::Map(map, Purpose::Guest)) = outcome else {
+        panic!("it does not wait");
+    };
+    scene.woken.0.store(false, Ordering::Release);
+    assert!(map.check().is_pending());
+    drop(hang);
+    wait_until(|| scene.woken.0.load(Ordering::Acquire));
+    assert!(matches!(map.check(), Poll::Ready(Some(Ok(_)))));
+    scene.end();
+}
+
+/// The limit of open descriptors counts all of them, and a queue has its own copies.
+#[test]
+fn descriptors_count_until_they_are_given_up() {
+    use Request::*;
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let expect = |scene: &mut Scene, request: Request, fds: Vec<OwnedFd>, count: usize| {
+        let ended = scene.tell(&request, fds);
+        assert!(matches!(ended, Ended::Done | Ended::Answer(_)), "{request:?}: {ended:?}");
+        assert_eq!(scene.connection.descriptors(), count, "after {request:?}");
+    };
+    let event = || vec![new_eventfd()];
+    let memory = scene.memory();
+    expect(&mut scene, AddMemReg(region()), memory, 1);
+    let other = Region { guest_addr: 1 << 40, user_addr: 1 << 40, ..region() };
+    let memory = scene.memory();
+    expect(&mut scene, AddMemReg(other), memory, 2);
+    expect(&mut scene, GetInflightFd(inflight_area()), vec![], 2);
+    let file = scene.peer_fd.take().unwrap();
+    let size = u64::try_from(rustix::fs::fstat(&file).unwrap().st_size).unwrap();
+    let area = InflightArea { size, ..inflight_area() };
+    expect(&mut scene, SetInflightFd(area), vec![file], 3);
+    expect(&mut scene, SetVringKick { index: 0, has_fd: true }, event(), 5);
+    expect(&mut scene, SetVringCall { index: 0, has_fd: true }, event(), 7);
+    expect(&mut scene, SetVringErr { index: 0, has_fd: true }, event(), 9);
+    expect(&mut scene, SetVringErr { index: 0, has_fd: true }, event(), 9);
+    expect(&mut scene, GetVringBase { index: 0 }, vec![], 7);
+    expect(&mut scene, SetVringKick { index: 0, has_fd: true }, event(), 9);
+    // A driver that is reset does not give the eventfds of its front-end again.
+    expect(&mut scene, ResetDevice, vec![], 7);
+    expect(&mut scene, SetVringCall { index: 0, has_fd: false }, vec![], 5);
+    expect(&mut scene, RemMemReg(other), vec![], 4);
+    let memory = scene.memory();
+    expect(&mut scene, SetMemTable(vec![region()]), memory, 4);
+    scene.end();
+}
+
+/// Says all that starts ring 1, except for its enabling.
+fn set_up_ring(scene: &mut Scene, features: u64) {
+    use Request::*;
+    for (request, fds) in [
+        (SetFeatures(features), vec![]),
+        (AddMemReg(region()), scene.memory()),
+        (SetVringNum { index: 1, size: 16 }, vec![]),
+        (SetVringAddr { index: 1, addresses: addresses(USER_ADDR + 0x4000) }, vec![]),
+        (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
+    ] {
+        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+    }
+}
+
+#[test]
+fn rings_need_no_enabling_without_protocol_features() {
+    let plain = Request::SetFeatures(1 << 32);
+    for later in [false, true] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        set_up_ring(&mut scene, if later { F_PROTOCOL_FEATURES } else { 0 } | 1 << 32);
+        let is_running = |scene: &Scene| scene.connection.rings[1].is_running();
+        assert_eq!(is_running(&scene), !later);
+        assert_eq!(scene.tell(&plain, vec![]), Ended::Done);
+        assert!(is_running(&scene));
+        let disable = Request::SetVringEnable { index: 1, value: 0 };
+        assert!(matches!(scene.tell(&disable, vec![]), Ended::Refused { needs_ack: true, .. }));
+        scene.end();
+    }
+}
+
+/// QEMU repeats the addresses of running rings when it logs their pages.
+#[test]
+fn a_running_ring_does_not_stop_when_its_addresses_are_repeated() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let place = addresses(USER_ADDR + 0x4000);
+    let repeat = |addresses| Request::SetVringAddr { index: 1, addresses };
+    let outcome = begin(&mut scene, &repeat(place), vec![]);
+    assert!(matches!(outcome, Outcome::Later(Work::Start(_))));
+    assert!(scene.connection.rings[1].is_running());
+    scene.settle().unwrap();
+    let outcome = begin(&mut scene, &repeat(addresses(USER_ADDR + 0x8000)), vec![]);
+    assert!(matches!(outcome, Outcome::Later(Work::Stop(_))));
+    assert!(!scene.connection.rings[1].is_running());
+    scene.end();
+}
+
+#[test]
+fn an_owner_that_is_reset_has_stopped_rings() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let before = scene.device.negotiated();
+    assert_eq!(scene.tell(&Request::ResetOwner, vec![]), Ended::Done);
+    assert!(scene.connection.rings.iter().all(|ring| ring.is_stopped() && !ring.is_up()));
+    assert_eq!(scene.device.negotiated(), before, "the driver is the same");
+    let kick = Request::SetVringKick { index: 1, has_fd: true };
+    assert_eq!(scene.tell(&kick, vec![new_eventfd()]), Ended::Done);
+    assert!(scene.connection.rings[1].is_running(), "its settings are kept");
+    scene.end();
+}
+
+fn has_event(event: &OwnedFd) -> bool {
+    rustix::io::read(event, &mut [0; 8]).is_ok()
+}
+
+/// An interrupt on the old eventfd would be lost.
+#[test]
+fn a_running_queue_uses_new_call_and_error_descriptors() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let memory = Arc::clone(&scene.connection.memory.map);
+    let config = QueueConfig {
+        size: 16,
+        desc_table: QUEUE,
+        avail_ring: QUEUE + 0x1000,
+        used_ring: QUEUE + 0x2000,
+        event_idx: false,
+        indirect: false,
+        next_avail: 0,
+    };
+    let mut driver = Driver::new(Arc::clone(&memory), config);
+    let (call, err) = (new_eventfd(), new_eventfd());
+    for (request, event) in [
+        (Request::SetVringCall { index: 1, has_fd: true }, &call),
+        (Request::SetVringErr { index: 1, has_fd: true }, &err),
+    ] {
+        let copy = event.try_clone().unwrap();
+        assert_eq!(scene.tell(&request, vec![copy]), Ended::Done);
+    }
+    let kick = Arc::clone(scene.connection.rings[1].settings.kick.as_ref().unwrap());
+    let kick = || rustix::io::write(&*kick, &1_u64.to_ne_bytes()).unwrap();
+    let turn_until = |scene: &mut Scene, event: &OwnedFd| {
+        assert!((0..1000).any(|_| {
+            scene.io.turn(Wait::Never).unwrap();
+            has_event(event)
+        }));
+    };
+    // A request for the serial number.
+    let request = GUEST_ADDR + 0x4_0000;
+    memory.write(request, &[8, 0, 0, 0]).unwrap();
+    let buffers = [Desc::readable(request, 16), Desc::writable(request + 16, 21)];
+    driver.add(&buffers, None);
+    driver.publish();
+    kick();
+    turn_until(&mut scene, &call);
+    assert!(driver.take_used().is_some());
+    assert!(!has_event(&err));
+    // More entries than the ring has.
+    driver.ring().put_avail_idx(1000);
+    kick();
+    turn_until(&mut scene, &err);
+    drop((driver, memory));
+    scene.end();
+}
+
+/// A queue that stops for a pause may wait for ever, and is asked again in another way.
+#[test]
+fn an_end_waits_for_no_request_that_a_pause_waits_for() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let kinds = |scene: &Scene| scene.connection.rings.iter().map(RingState::stop_kind).collect();
+    let kinds = |scene: &Scene| -> Vec<Option<StopKind>> { kinds(scene) };
+    scene.connection.begin_pause();
+    assert_eq!(kinds(&scene), [Some(StopKind::Pause); 2]);
+    assert!(!scene.connection.stop_for_good(false));
+    assert_eq!(kinds(&scene), [None; 2], "it resumes first");
+    scene.end();
+
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    assert!(!scene.connection.stop_for_good(false));
+    assert_eq!(kinds(&scene), [Some(StopKind::DriverGone); 2]);
+    scene.end();
+}
