@@ -2,9 +2,11 @@
 
 mod args;
 mod calls;
+mod completion;
 mod connection;
 mod show;
 mod sockets;
+mod top;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -61,6 +63,10 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let calls = calls::calls_of(&args.what)?;
     let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
+    if let CtlCommand::Top(options) = &args.what {
+        top::run(options, &mut daemon, args.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let retry = match args.what {
         CtlCommand::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
         _ => Duration::ZERO,

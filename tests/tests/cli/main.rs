@@ -39,6 +39,7 @@ mod takeover_long_requests;
 mod takeover_options;
 mod takeover_state;
 mod throttling;
+mod top;
 mod unchanged_disks;
 mod units;
 

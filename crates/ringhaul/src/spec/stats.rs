@@ -294,6 +294,15 @@ impl QueueServed {
     }
 }
 
+impl Errors {
+    /// Failed requests of all causes.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        let Self { disk, no_space, invalid, reserved, aborted, unavailable } = *self;
+        disk + no_space + invalid + reserved + aborted + unavailable
+    }
+}
+
 impl From<RequestKind> for Operation {
     fn from(kind: RequestKind) -> Self {
         match kind {
