@@ -492,6 +492,7 @@ mod tests {
     use virtqueue::MemoryFiles;
 
     use super::*;
+    use crate::control::disk_change::DiskChangeKind;
     use crate::control::order::UnitChange;
     use crate::control::stages::tests::Removal;
     use crate::control::stages::{FailedExport, Stages};
@@ -651,6 +652,30 @@ mod tests {
         assert!(export.has_ended() && !seen(&export).1);
         assert_eq!(export.status().waits_for.as_deref(), Some(NOT_CLOSED));
         assert_eq!(second.read(&mut [0]).unwrap(), 0);
+    }
+
+    /// The next process would not know of a change that is half done.
+    #[test]
+    fn an_export_is_described_only_between_its_changes() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut scene = Scene::new(Endpoint::Connection(ours));
+        let mut export = scene.export();
+        let describe = |export: &Export| export.describe(&mut PassedFds::default()).map(drop);
+        let place = Some(UnitPlace { target: 0, lun: 3 });
+        for (place, blocks_hand_over) in [(None, false), (None, true), (place, true)] {
+            let kind = DiskChangeKind::Removing;
+            export.changing.push(DiskChange { place, kind, blocks_hand_over });
+            match describe(&export) {
+                Ok(()) => assert!(!blocks_hand_over),
+                Err(CommandError::DiskBusy(_)) => assert!(place.is_none() && blocks_hand_over),
+                Err(CommandError::UnitBusy(_, at)) => assert_eq!(Some(at), place),
+                Err(error) => panic!("{error:?}"),
+            }
+            export.changing.clear();
+        }
+        export.begin_stop();
+        let refused = describe(&export).unwrap_err();
+        assert!(matches!(refused, CommandError::Busy(_, ExportState::Stopping)), "{refused:?}");
     }
 
     /// State that is not handed over is lost.

@@ -770,6 +770,27 @@ mod tests {
         assert_eq!(record.begin(&Exports::new()).len(), 1);
     }
 
+    /// A change in progress may have removed a unit that it adds again.
+    #[test]
+    fn units_that_are_gone_are_forgotten_unless_a_change_is_in_progress() {
+        let scsi = |luns: &[u16]| {
+            let unit = |lun: &u16| json!({ "lun": lun, "disk": { "null": { "size-bytes": 512 } } });
+            let units: Vec<_> = luns.iter().map(unit).collect();
+            json!({ "endpoint": { "path": "/b" }, "device": { "scsi": units } }).to_string()
+        };
+        let (both, one) = (exports(&[BLK, &scsi(&[0, 1])]), exports(&[BLK, &scsi(&[0])]));
+        let shown: Vec<ExportSpec> = one.values().cloned().collect();
+        let mut record = Record { served: both.clone(), pending: BTreeMap::new() };
+        record.pending.insert("/b".to_owned(), Change::Remove);
+        record.forget_gone(&shown);
+        assert_eq!(record.served, both);
+        record.pending.clear();
+        record.forget_gone(&shown);
+        assert_eq!(record.served, one);
+        record.forget_gone(&shown[..1]);
+        assert_eq!(record.served, exports(&[BLK]));
+    }
+
     /// The exports of a restart with the present file, by name, and the lines in the log about
     /// changes by commands.
     fn restart(scene: &Scene) -> (Vec<ExportSpec>, Vec<(String, String)>, SettingsChange) {

@@ -2,12 +2,15 @@
 //! the exports as commands have left them, and a base that has changed since takes precedence.
 
 use std::collections::BTreeMap;
+use std::fs;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::file::StateFile;
 use super::*;
+use crate::spec::DeviceSpec;
+use crate::spec::command::Removal;
 
 const NONE: Settings = Settings { log: None, poll_max_us: 0, poll_budget: 1 };
 
@@ -60,44 +63,49 @@ fn new_export(name: &str, disk: u64, read_only: bool) -> Export {
     Export { read_only, disks: luns.iter().map(|lun| (*lun, (disk, 9))).collect() }
 }
 
-/// Carries out an operation. Returns the part that the command has changed, unless it is refused.
-fn perform(exports: &mut Exports, op: &Op) -> Option<ChangedPart> {
+/// Carries out an operation. Returns its command, unless it is refused.
+fn perform(exports: &mut Exports, op: &Op) -> Option<Command> {
     let (Op::Remove(name)
     | Op::Add(name, ..)
     | Op::SetLimit(name, ..)
     | Op::AddUnit(name, ..)
     | Op::RemoveUnit(name, _)) = op;
     let name = NAMES[*name];
-    let whole = || Some(ChangedPart::Exports(vec![name.to_owned()]));
-    let place = |lun: Option<u16>| lun.map(|lun| UnitPlace { target: 0, lun });
-    let disk = |lun| Some(ChangedPart::Disk(name.to_owned(), place(lun)));
-    match (op, exports.get_mut(name)) {
+    let spec = |export: &Export| specs(&Exports::from([(name, export.clone())])).remove(0);
+    let place = |lun: u16| UnitPlace { target: 0, lun };
+    Some(match (op, exports.get_mut(name)) {
         (Op::Add(_, disk, read_only), None) => {
-            exports.insert(name, new_export(name, *disk, *read_only));
-            whole()
+            let export = new_export(name, *disk, *read_only);
+            let command = Command::Add(vec![spec(&export)]);
+            exports.insert(name, export);
+            command
         }
         (Op::Remove(_), Some(_)) => {
             exports.remove(name);
-            whole()
+            Command::Remove(Removal::new(name))
         }
         (Op::SetLimit(_, lun, limit), Some(export)) => {
             let lun = is_scsi(name).then_some(*lun);
             export.disks.get_mut(&lun)?.1 = *limit;
-            disk(lun)
+            let change = json!({ "limits": { "iops-total": limit } });
+            let change = serde_json::from_value(change).unwrap();
+            Command::SetDisk(name.to_owned(), lun.map(place), Box::new(change))
         }
         (Op::AddUnit(_, lun, size), Some(export)) if is_scsi(name) => {
             if export.disks.contains_key(&Some(*lun)) {
                 return None;
             }
             export.disks.insert(Some(*lun), (*size, 9));
-            disk(Some(*lun))
+            let DeviceSpec::Scsi(units) = spec(export).device else { unreachable!() };
+            let unit = units.into_iter().find(|unit| unit.place() == place(*lun)).unwrap();
+            Command::AddUnit(name.to_owned(), Box::new(unit))
         }
         (Op::RemoveUnit(_, lun), Some(export)) if is_scsi(name) => {
             export.disks.remove(&Some(*lun))?;
-            disk(Some(*lun))
+            Command::RemoveUnit(name.to_owned(), place(*lun))
         }
-        _ => None,
-    }
+        _ => return None,
+    })
 }
 
 fn specs(exports: &Exports) -> Vec<ExportSpec> {
@@ -220,7 +228,8 @@ proptest! {
         let mut live = base();
         let (mut state, _) = start(&path, &base());
         for op in &commands {
-            let Some(part) = perform(&mut live, op) else { continue };
+            let Some(command) = perform(&mut live, op) else { continue };
+            let part = ChangedPart::of_command(&command).unwrap();
             state.record(&part, || specs(&live)).unwrap();
             drop(state);
             let (again, merged) = start(&path, &base());
@@ -229,6 +238,37 @@ proptest! {
             state = again;
         }
         drop(state);
+
+        // A process that takes over writes the whole live state, which it has not recorded.
+        let taken = folder.path().join("taken");
+        let is_live = |(name, export): &(&'static str, Export)| {
+            live.get(name).is_some_and(|now| !is_replaced(export, now))
+        };
+        let base_then: Exports = base().into_iter().filter(is_live).collect();
+        let settings = SettingsChange { poll_max_us: Some(7), ..SettingsChange::default() };
+        let (state, _) = start(&taken, &base_then);
+        state.record_all(&specs(&live), &settings).unwrap();
+        drop(state);
+        let (_state, merged) = start(&taken, &base_then);
+        prop_assert_eq!(begun(&merged), live.clone());
+        prop_assert_eq!(merged.settings, settings);
+
+        // The process before it had changes that are not in the file.
+        let mut unrecorded = live.clone();
+        for (name, export) in &mut unrecorded {
+            export.disks.values_mut().for_each(|(_, limit)| *limit = 7);
+            if is_scsi(name) {
+                export.disks.entry(Some(2)).or_insert((5, 9));
+            }
+        }
+        let copy = folder.path().join("copy");
+        fs::copy(&path, &copy).unwrap();
+        let (state, _) = start(&copy, &base());
+        state.record_all(&specs(&unrecorded), &SettingsChange::default()).unwrap();
+        drop(state);
+        let (_state, merged) = start(&copy, &base());
+        prop_assert_eq!(begun(&merged), unrecorded);
+
         let mut changed = base();
         for op in &changes {
             perform(&mut changed, op);

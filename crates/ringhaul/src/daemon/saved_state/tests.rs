@@ -3,10 +3,13 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
+use rustix::fs::{CWD, FlockOperation, Mode, flock, mkfifoat};
+use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::daemon::saved_state::file::Locked;
+use crate::testing::spawn_asleep;
 
 /// An export of a null disk for virtio-blk, with these limits.
 fn blk(name: &str, limits: Value) -> ExportSpec {
@@ -100,8 +103,127 @@ fn settings_of_the_configuration_file_end_settings_of_commands() {
     let of_file = settings(None, 50, 20);
     state.adopt_base_settings(&change(Some(50), None), of_file.clone()).unwrap();
     drop(state);
-    let (_state, merged) = start(&path, &[], &of_file);
+    let (state, merged) = start(&path, &[], &of_file);
     assert_eq!((merged.settings, merged.dropped), (change(None, Some(3)), vec![]), "it is no loss");
+
+    // A later command changes the setting of the file, and holds while that is in the file.
+    state.adopt_base_settings(&change(Some(60), None), settings(None, 60, 20)).unwrap();
+    state.record(&ChangedPart::Settings(change(Some(9), None)), Vec::new).unwrap();
+    drop(state);
+    let (_state, merged) = start(&path, &[], &settings(None, 60, 20));
+    assert_eq!((merged.settings, merged.dropped), (change(Some(9), Some(3)), vec![]));
+}
+
+/// An export that a command has added may not be restored, because its disk is gone.
+#[test]
+fn a_forgotten_export_is_not_restored_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let base = [blk("base", json!({}))];
+    let (state, _) = start(&path, &base, &none);
+    let live = [blk("one", json!({})), blk("two", json!({})), base[0].clone()];
+    for name in ["one", "two"] {
+        state.record(&ChangedPart::Exports(vec![name.to_owned()]), || live.to_vec()).unwrap();
+    }
+    assert!(state.forget("one").unwrap());
+    assert!(!state.forget("one").unwrap() && !state.forget("base").unwrap());
+    drop(state);
+    let (_state, merged) = start(&path, &base, &none);
+    let names: Vec<String> = merged.added.iter().map(ExportSpec::name).collect();
+    assert_eq!((&merged.exports[..], names), (&base[..], vec!["two".to_owned()]));
+}
+
+/// The file of a daemon without changes would only surprise the user.
+#[test]
+fn the_file_goes_at_the_end_unless_it_has_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let one = ChangedPart::Exports(vec!["one".to_owned()]);
+    let (state, _) = start(&path, &[], &none);
+    assert!(path.exists(), "it is locked from the start");
+    state.end();
+    assert!(!path.exists());
+    drop(state);
+    let (state, _) = start(&path, &[], &none);
+    state.record(&one, || vec![blk("one", json!({}))]).unwrap();
+    state.end();
+    assert!(path.exists());
+    // The file of another daemon in its place.
+    state.record(&one, Vec::new).unwrap();
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, "").unwrap();
+    state.end();
+    assert!(path.exists());
+}
+
+/// Each change replaces the file, and with it the lock.
+#[test]
+fn one_daemon_has_the_file_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let (state, _) = start(&path, &[], &none);
+    let lock = || flock(fs::File::open(&path).unwrap(), FlockOperation::NonBlockingLockShared);
+    for name in ["one", "two"] {
+        assert_eq!(lock(), Err(Errno::WOULDBLOCK));
+        let part = ChangedPart::Exports(vec![name.to_owned()]);
+        state.record(&part, || vec![blk(name, json!({}))]).unwrap();
+    }
+    let error = StateFile::open(&path).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("another daemon uses"), "{error:#}");
+    // A process that was killed may end a moment later.
+    std::thread::scope(|scope| {
+        let waits = spawn_asleep(scope, || StateFile::open(&path).map(|_| ()));
+        drop(state);
+        waits.join().unwrap().unwrap();
+    });
+    // A daemon that takes over reads it while the other one has it.
+    let (_state, _) = start(&path, &[], &none);
+    let (_, changes) = StateFile::take_over(&path).unwrap();
+    assert!(changes.exports.iter().any(|change| change.adds("two")));
+}
+
+/// Such a file may hang, or be written by another program meanwhile.
+#[test]
+fn a_file_of_another_kind_or_format_is_refused_and_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let refused = || format!("{:#}", StateFile::open(&path).map(|_| ()).unwrap_err());
+    mkfifoat(CWD, &path, Mode::from_raw_mode(0o600)).unwrap();
+    assert!(refused().contains("is not a regular file"), "{}", refused());
+    fs::remove_file(&path).unwrap();
+    let export = serde_json::to_value(blk("one", json!({}))).unwrap();
+    let added = json!({ "before": null, "now": export });
+    let neither = json!({ "before": null, "now": null });
+    let written = |format: u32, exports: Value| {
+        let settings = json!({});
+        json!({ "format": format, "version": "1", "settings": settings, "exports": exports })
+    };
+    for (state, words) in [
+        (written(2, json!([])), "has format 2"),
+        (written(1, json!([added, added])), "twice"),
+        (written(1, json!([neither])), "cannot read the state file"),
+    ] {
+        fs::write(&path, state.to_string()).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        assert!(refused().contains(words), "{state}: {}", refused());
+        assert_eq!(fs::read_to_string(&path).unwrap(), state.to_string());
+    }
+}
+
+/// An earlier process may have been killed while it wrote the file.
+#[test]
+fn a_new_file_that_was_left_is_replaced_and_none_is_left_after_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, new) = (folder.path().join("state"), folder.path().join("state.new"));
+    fs::write(&new, "half").unwrap();
+    let (state, _) = start(&path, &[], &settings(None, 0, 1));
+    assert!(!new.exists());
+    // The place of the file is a folder, which is not replaced.
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let part = ChangedPart::Exports(vec!["one".to_owned()]);
+    assert!(state.record(&part, || vec![blk("one", json!({}))]).is_err());
+    assert!(!new.exists());
 }
 
 /// A command names one disk, and all of its group have the limits.
