@@ -469,3 +469,141 @@ impl Drop for MediumGuard {
         self.0.medium.release();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::pin::{Pin, pin};
+    use std::sync::atomic::AtomicUsize;
+    use std::task::{Context, Poll, Waker};
+
+    use super::persist::tests::when_free;
+    use super::task_set::WaitToken;
+    use super::*;
+
+    /// A virtio-blk device with requests that use the disk.
+    #[derive(Default)]
+    struct Disk {
+        begun: Lock<Vec<WaitToken>>,
+        refreshed: AtomicUsize,
+        is_gone: AtomicBool,
+    }
+
+    impl Disk {
+        /// Returns the number of barriers since the last call, and ends the earlier requests.
+        fn end_begun(&self) -> usize {
+            self.begun.lock().drain(..).count()
+        }
+    }
+
+    impl DiskUser for Disk {
+        fn is_gone(&self) -> bool {
+            self.is_gone.load(Ordering::Relaxed)
+        }
+
+        fn raise_barrier(&self) -> WaitGroup {
+            let (wait, token) = WaitGroup::new();
+            self.begun.lock().push(token);
+            wait
+        }
+
+        fn cut_off(&self, _: u64) {}
+
+        fn refresh(&self) {
+            self.refreshed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    const PORT: PortName = PortName([0x31; 8]);
+
+    fn on_disk(disk: &Arc<Disk>) -> Arc<DiskAccess> {
+        let access = Arc::<DiskAccess>::default();
+        access.add_disk_user(Arc::<Disk>::clone(disk));
+        access
+    }
+
+    fn stored_in(access: &DiskAccess, path: &Path) -> StorageGuard {
+        when_free(|| access.store_reservations(ReservationStorage::File(path.to_owned())))
+    }
+
+    fn reserve_out(nexus: &Attached, action: u8, scope_and_type: u8, keys: [u64; 2]) {
+        let cdb = [0x5f, action, scope_and_type, 0, 0, 0, 0, 0, 24, 0];
+        let list = [&keys.map(u64::to_be_bytes).concat()[..], &[0, 0, 0, 0, 1, 0, 0, 0]].concat();
+        nexus.reserve_out(&cdb, &list).unwrap();
+    }
+
+    fn poll<T>(future: Pin<&mut impl Future<Output = T>>) -> Poll<T> {
+        future.poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    /// A fenced host that is no initiator would go on to write.
+    #[test]
+    fn a_reservation_holds_for_devices_that_are_no_initiators() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("reservations");
+        let disk = Arc::<Disk>::default();
+        let access = on_disk(&disk);
+        drop(stored_in(&access, &path));
+        assert!(!access.has_barrier());
+        disk.end_begun();
+        let nexus = access.attach(PORT).unwrap();
+        reserve_out(&nexus, 0, 0, [0, 1]);
+        assert!(poll(pin!(access.reservation_changed())).is_ready());
+        assert_eq!(disk.end_begun(), 0, "nothing is excluded");
+        // WRITE EXCLUSIVE.
+        reserve_out(&nexus, 1, 1, [1, 0]);
+        assert!(access.has_barrier());
+        {
+            let mut change = pin!(access.reservation_changed());
+            assert!(poll(change.as_mut()).is_pending(), "a write has begun");
+            assert_eq!(disk.end_begun(), 1);
+            assert!(poll(change).is_ready());
+        }
+        drop((nexus, access));
+
+        // The next process finds the reservation when its device is already there.
+        let disk = Arc::<Disk>::default();
+        let access = on_disk(&disk);
+        assert!(!access.has_barrier());
+        drop(stored_in(&access, &path));
+        assert!(access.has_barrier());
+        assert_eq!(disk.end_begun(), 1);
+    }
+
+    /// A write that has begun would change blocks that the command compares.
+    #[test]
+    fn a_command_has_the_medium_when_other_devices_do_not_use_it() {
+        let disk = Arc::<Disk>::default();
+        let access = on_disk(&disk);
+        let mut take = pin!(access.take_medium_anyway(TaskId::NONE));
+        assert!(poll(take.as_mut()).is_pending() && access.has_barrier());
+        assert_eq!(disk.end_begun(), 1);
+        let Poll::Ready(exclusive) = poll(take) else { panic!("it waits for nothing") };
+        assert!(access.is_exclusive());
+        drop(exclusive);
+        assert!(!access.has_barrier());
+    }
+
+    #[test]
+    fn devices_that_are_gone_are_forgotten() {
+        let disk = Arc::<Disk>::default();
+        let access = on_disk(&disk);
+        access.refresh();
+        assert_eq!(disk.refreshed.load(Ordering::Relaxed), 1);
+        disk.is_gone.store(true, Ordering::Relaxed);
+        access.add_disk_user(Arc::<Disk>::default());
+        access.refresh();
+        assert_eq!(disk.refreshed.load(Ordering::Relaxed), 1);
+        assert_eq!(Arc::strong_count(&disk), 1);
+    }
+
+    /// The next command may come while the first one waits for tasks.
+    #[test]
+    fn one_persistent_reserve_out_is_carried_out_at_a_time() {
+        let access = Arc::<DiskAccess>::default();
+        let first = access.begin_reserve_out();
+        assert!(first.is_some() && access.begin_reserve_out().is_none());
+        drop(first);
+        assert!(access.begin_reserve_out().is_some());
+    }
+}

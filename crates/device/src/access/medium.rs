@@ -188,7 +188,7 @@ impl Drop for MediumWait<'_> {
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
-    use std::pin::Pin;
+    use std::pin::{Pin, pin};
     use std::sync::Arc;
     use std::sync::atomic::AtomicU32;
     use std::task::Wake;
@@ -274,5 +274,40 @@ mod tests {
         assert!(second.was_woken() && second.has_resumed());
         medium.release();
         assert!(medium.waiting.lock().all.is_empty());
+    }
+
+    /// A command with the medium may wait for long, and others may not be able to.
+    #[test]
+    fn waiters_check_themselves_only_while_the_owner_waits() {
+        let medium = Medium::default();
+        let wake = |user: &Arc<Woken>| user.0.swap(0, Ordering::Relaxed) > 0;
+        let context = |woken: &Arc<Woken>| Waker::from(Arc::clone(woken));
+        assert!(Somebody::new(medium.take(anyway)).has_resumed());
+        let is_refused = AtomicBool::new(true);
+        let check = || if is_refused.load(Ordering::Relaxed) { Err(()) } else { Ok(()) };
+        let (first, second) = (Arc::<Woken>::default(), Arc::<Woken>::default());
+        let mut pass = Box::pin(medium.pass(check));
+        let mut poll =
+            |woken: &Arc<Woken>| pass.as_mut().poll(&mut Context::from_waker(&context(woken)));
+        assert_eq!(poll(&first), Poll::Pending, "the owner does not wait");
+        // The task of the waiter may move to another waker.
+        assert_eq!(poll(&second), Poll::Pending);
+        is_refused.store(false, Ordering::Relaxed);
+        medium.set_owner_waits(true);
+        assert!(wake(&second) && !wake(&first));
+        assert_eq!(poll(&second), Poll::Pending, "it may wait");
+        is_refused.store(true, Ordering::Relaxed);
+        medium.recheck_waiting();
+        assert!(wake(&second));
+        assert_eq!(poll(&second), Poll::Ready(Err(())));
+        drop(pass);
+        // The next owner does not wait.
+        medium.release();
+        assert!(Somebody::new(medium.take(anyway)).has_resumed());
+        let mut pass = pin!(medium.pass(check));
+        assert_eq!(pass.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Pending);
+        medium.set_owner_waits(true);
+        medium.set_owner_waits(false);
+        assert_eq!(pass.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Pending);
     }
 }

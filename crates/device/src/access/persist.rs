@@ -402,4 +402,4 @@ impl State {
 #[cfg(test)]
 mod model;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

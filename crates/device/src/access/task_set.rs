@@ -680,4 +680,105 @@ mod tests {
         drop(tasks);
         assert!(poll(&waiting).is_ready() && waiting.has_lost());
     }
+
+    /// Tags and LUNs occur more than once.
+    #[test]
+    fn each_selection_finds_its_tasks_alone() {
+        let far = UnitAddress { target: 1, lun: 1 };
+        let units = [(UNIT, Some(*NUMBER)), (OTHER, Some(UnitNumber::next())), (far, None)];
+        let tasks = Tasks::new(0);
+        for unit in units {
+            for tag in [7, 8] {
+                begin_at(&tasks, unit, tag, 1);
+            }
+        }
+        for (selector, found) in [
+            (TaskSelector::Task(UNIT, 7), 1),
+            (TaskSelector::Task(UNIT, 9), 0),
+            (TaskSelector::At(UNIT), 2),
+            (TaskSelector::Target(0), 4),
+            (TaskSelector::Target(1), 2),
+            (TaskSelector::Unit(*NUMBER), 2),
+            (TaskSelector::AllBut(*NUMBER, tasks.id(1)), 1),
+            (TaskSelector::AllBut(*NUMBER, tasks.id(2)), 2),
+        ] {
+            let (waiting, token) = WaitGroup::new();
+            assert!(!tasks.cover(selector, Treatment::Count, 0, token));
+            assert_eq!(poll(&waiting), Poll::Ready(found), "{selector:?}");
+        }
+    }
+
+    /// The initiator that aborts a task knows of that, and a later reset does not change it.
+    #[test]
+    fn the_first_abort_of_a_task_decides_its_answer() {
+        for (first, second) in [(Abort::Aborted, Abort::Reset), (Abort::Reset, Abort::Aborted)] {
+            let tasks = Tasks::new(0);
+            let task = begin(&tasks, 1, 1);
+            for abort in [first, second] {
+                tasks.cover(TaskSelector::At(UNIT), Treatment::Abort(abort), 0, WaitGroup::new().1);
+            }
+            assert_eq!(tasks.check(task), Err(first));
+            assert_eq!(tasks.end(task).abort, Some(first));
+        }
+    }
+
+    #[test]
+    fn chains_of_a_broken_ring_are_lost_and_its_tasks_are_awaited() {
+        let tasks = Tasks::new(0);
+        let task = begin(&tasks, 1, 1);
+        let cover = |ahead| {
+            let (waiting, token) = WaitGroup::new();
+            tasks.cover(TaskSelector::At(UNIT), Treatment::Abort(Abort::Aborted), ahead, token);
+            waiting
+        };
+        let [all_popped, waits] = [cover(0), cover(8)];
+        tasks.drop_covers();
+        assert!(poll(&all_popped).is_pending() && poll(&waits).is_pending());
+        drop(tasks.end(task));
+        assert_eq!([&all_popped, &waits].map(poll), [Poll::Ready(1); 2]);
+        assert_eq!([&all_popped, &waits].map(WaitGroup::has_lost), [false, true]);
+    }
+
+    /// A task that waits for limits must not hold up others, which may wait for it in turn.
+    #[test]
+    fn a_suspended_task_uses_nothing_until_it_resumes() {
+        for has_medium in [true, false] {
+            let tasks = Tasks::new(0);
+            let task = begin(&tasks, 1, 1);
+            if !has_medium {
+                tasks.clear_medium_use(task);
+            }
+            let cover = |treatment| {
+                let (waiting, token) = WaitGroup::new();
+                tasks.cover(TaskSelector::At(UNIT), treatment, 0, token);
+                waiting
+            };
+            let cover_all =
+                || [Treatment::AwaitMedium, Treatment::AwaitActive, Treatment::AwaitAll].map(cover);
+            let await_it = |all: &[WaitGroup; 3]| all.each_ref().map(|one| poll(one).is_pending());
+            let before = cover_all();
+            assert_eq!(await_it(&before), [has_medium, true, true]);
+            tasks.suspend(task);
+            assert_eq!((tasks.suspended(), tasks.had_medium(task)), (1, has_medium));
+            assert_eq!(await_it(&before), [false, false, true]);
+            let during = cover_all();
+            assert_eq!(await_it(&during), [false, false, true]);
+            tasks.resume(task);
+            assert_eq!(tasks.suspended(), 0);
+            let after = cover_all();
+            assert_eq!(await_it(&after), [has_medium, true, true]);
+            // It resumes its uses once, and ends in all waits.
+            tasks.suspend(task);
+            assert_eq!(
+                (tasks.had_medium(task), await_it(&after)),
+                (has_medium, [false, false, true])
+            );
+            tasks.resume(task);
+            drop(tasks.end(task));
+            for all in [before, during, after] {
+                assert_eq!(await_it(&all), [false; 3]);
+            }
+            assert_eq!(tasks.awaited(), 0);
+        }
+    }
 }

@@ -25,7 +25,7 @@ pub(super) fn load(path: PathBuf) -> Result<Arc<Reservations>, FileError> {
 
 /// Takes a file that was closed. A child that another test starts has its lock, too, until it runs
 /// its program.
-pub(super) fn when_free<T, E: Display>(take: impl Fn() -> Result<T, E>) -> T {
+pub(in crate::access) fn when_free<T, E: Display>(take: impl Fn() -> Result<T, E>) -> T {
     let start = Instant::now();
     loop {
         match take() {
@@ -379,7 +379,14 @@ fn reservations_are_handed_over_with_their_file() {
         let text = serde_json::to_string(&state).unwrap();
         after.take_over(serde_json::from_str(&text).unwrap(), file).unwrap();
         assert_eq!(conflicts(&others), conflicts(&nexuses));
-        assert_eq!((keys(&after), generation(&after)), (keys(&before), generation(&before)));
+        for action in 0..=3 {
+            assert_eq!(
+                read(&after, action),
+                read(&before, action),
+                "PERSISTENT RESERVE IN {action}"
+            );
+        }
+        assert_eq!(after.hand_over().unwrap().0, state, "the next process gets the same");
         drop((nexuses, before));
         assert_eq!(load(path.clone()).is_err(), bits == APTPL, "somebody else has the file");
         send(&others[1], REGISTER, 0, [2, 9], APTPL).unwrap();
@@ -387,5 +394,30 @@ fn reservations_are_handed_over_with_their_file() {
         send(&others[1], CLEAR, 0, [9, 0], 0).unwrap();
         send(&others[1], REGISTER, 0, [0, 9], 0).unwrap();
         assert!(!path.exists());
+    }
+}
+
+/// A later export of the disk must not choose another place.
+#[test]
+fn the_place_of_reservations_is_handed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, other] = ["one", "other"].map(|name| folder.path().join(name));
+    for (place, is_fixed) in [
+        (None, false),
+        (Some(ReservationStorage::Existing(path.clone())), false),
+        (Some(ReservationStorage::Shared(None)), true),
+        (Some(ReservationStorage::File(path)), true),
+    ] {
+        let before = Arc::<Reservations>::default();
+        let kept = place.clone().map(|place| before.store_in(place).unwrap());
+        let nexus = before.attach(PORTS[0]).unwrap();
+        let after = Arc::new(Reservations::for_hand_over());
+        let _other_nexus = after.attach(PORTS[0]).unwrap();
+        let (state, file) = before.hand_over().unwrap();
+        after.take_over(state.clone(), file).unwrap();
+        assert_eq!(after.hand_over().unwrap().0, state, "{place:?}");
+        drop((kept, nexus, before));
+        let chosen = after.store_in(ReservationStorage::File(other.clone()));
+        assert_eq!(chosen.is_err(), is_fixed, "{place:?}");
     }
 }

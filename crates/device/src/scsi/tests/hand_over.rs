@@ -25,5 +25,12 @@ fn a_device_resumes_with_the_state_of_its_initiators() {
     let blk = Device::blk(source, BlkOptions::default(), before.scene.events.clone());
     assert!(blk.resume(state.clone(), Vec::new()).is_err());
     let empty = Device::scsi(ScsiOptions::default(), before.scene.events.clone());
-    assert!(empty.resume(state, Vec::new()).is_err(), "it has no such unit");
+    assert!(empty.resume(state.clone(), Vec::new()).is_err(), "it has no such unit");
+    let awaited = UnitOptions { access: Arc::new(DiskAccess::for_hand_over()), ..options() };
+    let more = before.beside(&awaited);
+    let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+    let other = UnitAddress { lun: UNIT.lun + 1, ..UNIT };
+    let another = UnitOptions { serial: "other".into(), naa: [0x31; 8], ..options() };
+    Initiator::scsi(&more.device).add_unit(other, source, another).unwrap();
+    assert!(more.device.resume(state, Vec::new()).is_err(), "one unit has no state");
 }

@@ -1,6 +1,9 @@
 //! All state that a device hands over to another process, as its initiators see it.
 
+use std::fs::File;
+
 use super::*;
+use crate::access::ReservationStorage;
 use crate::access::sense::Sense;
 
 /// A device in another process that continues `before`, through a text.
@@ -9,8 +12,11 @@ fn after(before: &Initiator) -> Initiator {
     let after = before.beside(&awaited);
     let (state, files) = before.device.hand_over().unwrap();
     let text = serde_json::to_string(&state).unwrap();
+    let has_file = |files: &[Option<File>]| Vec::from_iter(files.iter().map(Option::is_some));
+    let expected = (state.clone(), has_file(&files));
     after.device.resume(serde_json::from_str(&text).unwrap(), files).unwrap();
-    assert_eq!(after.device.hand_over().unwrap().0, state, "it is handed over again as it was");
+    let (state, files) = after.device.hand_over().unwrap();
+    assert_eq!((state, has_file(&files)), expected, "it is handed over again as it was");
     after
 }
 
@@ -74,11 +80,18 @@ fn a_reservation_and_its_keys_hold_on() {
     const REGISTER: u8 = 0;
     const RESERVE: u8 = 1;
     const WRITE_EXCLUSIVE: u8 = 1;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("reservations");
     let mut before = Initiator::new();
+    let place = ReservationStorage::File(path.clone());
+    let _kept = before.access().store_reservations(place).unwrap();
     for (action, kind, keys) in [(REGISTER, 0, [0, 7]), (RESERVE, WRITE_EXCLUSIVE, [7, 0])] {
-        let (cdb, list) = reserve_out(action, kind, keys);
+        let (cdb, mut list) = reserve_out(action, kind, keys);
+        // The initiator asks for storage (APTPL).
+        list[20] |= u8::from(action == REGISTER);
         before.good(&cdb, &list, 0);
     }
+    assert!(path.exists());
     let read_in = |action| [0x5e, action, 0, 0, 0, 0, 0, 0, 255, 0];
     let seen = [0, 1, 3].map(|action| before.good(&read_in(action), &[], 255));
     let mut after = after(&before);
