@@ -13,8 +13,8 @@ pub(crate) struct Step {
     pub(crate) words: &'static str,
     /// True if the kernel is a simulated one.
     pub(crate) is_simulated: bool,
-    /// An environment variable of its command.
-    pub(crate) env: Option<(&'static str, &'static str)>,
+    /// Environment variables of its command.
+    pub(crate) env: &'static [(&'static str, &'static str)],
     /// The folder that it builds in.
     pub(crate) folder: Folder,
     /// The steps that must pass before it begins.
@@ -59,7 +59,7 @@ impl Step {
             }
             _ => workspace::cargo(),
         };
-        command.args(words).envs(self.env);
+        command.args(words).envs(self.env.iter().copied());
         command
     }
 
@@ -83,15 +83,15 @@ impl Step {
 
 /// The steps of a run, of all checks or the quick ones.
 pub(crate) fn selected(all: bool) -> impl Iterator<Item = &'static Step> {
-    let quick_tests = if all { &[] } else { QUICK_TESTS };
-    STEPS.iter().filter(move |step| all || !step.slow).chain(quick_tests)
+    let quick = if all { &[] } else { QUICK };
+    STEPS.iter().filter(move |step| all || !step.slow).chain(quick)
 }
 
 pub(crate) const STEP: Step = Step {
     name: "",
     words: "",
     is_simulated: false,
-    env: None,
+    env: &[],
     folder: Folder::None,
     needs: &[],
     waits: false,
@@ -109,10 +109,17 @@ pub(crate) const TEST_MINUTES: u64 = 30;
 
 const RELEASE_BUILD: &str = "release build";
 const FENCES_BUILD: &str = "fences, build";
-const TEST_BUILD: &str = "tests, build";
+const TEST_BUILD: &str = "clippy, tests, build";
+
+/// Clippy's compiler in place of rustc for the workspace's own crates: it also generates code. So
+/// the build of the tests needs no separate pass of `cargo clippy`. A later step with other
+/// variables would build again.
+const CLIPPY: &[(&str, &str)] =
+    &[("RUSTC_WORKSPACE_WRAPPER", "clippy-driver"), ("CLIPPY_ARGS", "--deny=warnings")];
 
 /// Tests of the daemon.
-const END_TO_END: Step = Step { needs: &[TEST_BUILD, RELEASE_BUILD], minutes: 120, ..SLOW };
+const END_TO_END: Step =
+    Step { env: CLIPPY, needs: &[TEST_BUILD, RELEASE_BUILD], minutes: 120, ..SLOW };
 
 /// The steps in the order in which they begin, as far as the folders and needs of each permit it.
 /// Tests that `cargo` finds built need its folder for a moment, so all steps that build in that
@@ -128,25 +135,18 @@ const STEPS: &[Step] = &[
         ..SLOW
     },
     Step {
-        name: "clippy",
-        words: "clippy --workspace --all-targets -- --deny warnings",
-        folder: Folder::Debug,
-        usual: 200,
-        ..STEP
-    },
-    Step {
         // Other packages of the workspace switch its features on.
         name: "clippy, blockio alone",
         words: "clippy --package blockio --no-default-features --lib -- --deny warnings",
         folder: Folder::Debug,
-        usual: 15,
+        usual: 25,
         ..STEP
     },
     Step {
         name: RELEASE_BUILD,
         words: "build --release --package ringhaul-cli",
         folder: Folder::Release,
-        usual: 320,
+        usual: 400,
         minutes: 120,
         ..SLOW
     },
@@ -154,22 +154,23 @@ const STEPS: &[Step] = &[
         name: "documentation",
         words: "doc --workspace --no-deps --document-private-items",
         // Private items are documented too, so links to them are fine.
-        env: Some(("RUSTDOCFLAGS", "--deny warnings --allow rustdoc::private-intra-doc-links")),
+        env: &[("RUSTDOCFLAGS", "--deny warnings --allow rustdoc::private-intra-doc-links")],
         folder: Folder::Debug,
-        usual: 30,
+        usual: 135,
         ..SLOW
     },
     Step {
         name: TEST_BUILD,
-        words: "test --workspace --no-run",
+        words: "build --workspace --all-targets",
+        env: CLIPPY,
         folder: Folder::Debug,
-        usual: 300,
+        usual: 490,
         ..SLOW
     },
     Step {
         name: "tests, guests",
         words: "test --workspace --test guest",
-        usual: 600,
+        usual: 700,
         minutes: 240,
         ..END_TO_END
     },
@@ -177,30 +178,30 @@ const STEPS: &[Step] = &[
         name: "tests, rbd",
         words: "test --workspace --test rbd",
         waits: true,
-        usual: 230,
+        usual: 350,
         ..END_TO_END
     },
     Step {
         name: "tests, faults",
         words: "test --workspace --test faults -- --test-threads 4",
         waits: true,
-        usual: 80,
+        usual: 120,
         ..END_TO_END
     },
     Step {
         name: "tests, cli",
         words: "test --workspace --test cli -- --test-threads 4",
         waits: true,
-        usual: 80,
+        usual: 120,
         ..END_TO_END
     },
     Step {
         name: "tests, end to end",
         words: "test --workspace --no-fail-fast --test crash --test device --test hostile \
                 --test image_edges --test images --test load --test luks --test neighbours \
-                --test power",
+                --test power -- --test-threads 4",
         waits: true,
-        usual: 350,
+        usual: 360,
         ..END_TO_END
     },
     Step {
@@ -208,77 +209,75 @@ const STEPS: &[Step] = &[
         words: "test --workspace --no-fail-fast --lib --bins --test daemon --test disk \
                 --test embed --test it --test packages --test qemu_storage_daemon --test scsi \
                 --test session",
+        env: CLIPPY,
         needs: &[TEST_BUILD],
-        usual: 120,
+        usual: 140,
         ..SLOW
     },
     Step {
         name: "tests, examples in comments",
         words: "test --workspace --doc",
+        env: CLIPPY,
         needs: &[TEST_BUILD],
         usual: 30,
         ..SLOW
     },
     Step {
-        name: "simulation",
+        // Code with a simulated kernel is a separate build.
+        name: "clippy, simulation",
         words: "xtask sim --seeds 20000",
+        env: CLIPPY,
         folder: Folder::Simulation,
-        usual: 400,
+        usual: 450,
         ..SLOW
     },
     Step {
-        name: "tests, simulation",
+        name: "clippy, tests, simulation",
         words: "test --package ringhaul-sim",
         is_simulated: true,
+        env: CLIPPY,
         folder: Folder::Simulation,
         usual: 40,
         ..SLOW
     },
     Step {
-        name: "tests, simulated futures",
+        name: "clippy, tests, simulated futures",
         words: "test --package blockio --lib contract_tests::simulated",
         is_simulated: true,
+        env: CLIPPY,
         folder: Folder::Simulation,
         usual: 70,
-        ..SLOW
-    },
-    Step {
-        // Code with a simulated kernel is a separate build.
-        name: "clippy, simulation",
-        words: "clippy --package ringhaul-sim --package blockio --package ringhaul-cli \
-                -- --deny warnings",
-        is_simulated: true,
-        folder: Folder::Simulation,
-        usual: 120,
         ..SLOW
     },
     Step { name: "models", words: "xtask loom", folder: Folder::Models, usual: 200, ..SLOW },
     Step {
         name: "fuzz",
         words: "xtask fuzz --seconds 15",
+        // The build takes longer than the runs.
+        env: &[("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1")],
         folder: Folder::Fuzz,
-        usual: 300,
+        usual: 290,
         ..SLOW
     },
     Step {
         name: "clippy, lab",
         words: "clippy --manifest-path lab/Cargo.toml --all-targets -- --deny warnings",
         folder: Folder::Lab,
-        usual: 30,
+        usual: 45,
         ..SLOW
     },
     Step {
         name: "tests, lab",
         words: "test --manifest-path lab/Cargo.toml",
         folder: Folder::Lab,
-        usual: 40,
+        usual: 60,
         ..SLOW
     },
     Step {
         name: FENCES_BUILD,
         words: "test --release --package virtqueue --test it --no-run",
         folder: Folder::Release,
-        usual: 50,
+        usual: 75,
         ..SLOW
     },
     Step {
@@ -300,12 +299,37 @@ const STEPS: &[Step] = &[
     },
 ];
 
-/// The tests of the quick run.
-const QUICK_TESTS: &[Step] = &[
-    Step { name: "unit tests", words: "test --workspace --lib --bins", usual: 240, ..STEP },
+/// Steps of the quick run alone.
+const QUICK: &[Step] = &[
+    Step {
+        name: "clippy",
+        words: "clippy --workspace --all-targets -- --deny warnings",
+        folder: Folder::Debug,
+        usual: 135,
+        ..STEP
+    },
+    Step {
+        name: "unit tests",
+        words: "test --workspace --lib --bins",
+        folder: Folder::Debug,
+        usual: 240,
+        ..STEP
+    },
     // They take seconds, and detect most faults of a ring.
-    Step { name: "rings", words: "test --package virtqueue --test it", usual: 20, ..STEP },
-    Step { name: "sessions", words: "test --package vhost-user --test session", usual: 20, ..STEP },
+    Step {
+        name: "rings",
+        words: "test --package virtqueue --test it",
+        folder: Folder::Debug,
+        usual: 20,
+        ..STEP
+    },
+    Step {
+        name: "sessions",
+        words: "test --package vhost-user --test session",
+        folder: Folder::Debug,
+        usual: 20,
+        ..STEP
+    },
 ];
 
 #[cfg(test)]
@@ -314,12 +338,12 @@ mod tests {
 
     use super::*;
 
-    const QUICK: &[&str] = &[
+    const QUICK_NAMES: &[&str] = &[
         "format",
         "format, lab",
         "tidy",
-        "clippy",
         "clippy, blockio alone",
+        "clippy",
         "unit tests",
         "rings",
         "sessions",
@@ -328,13 +352,13 @@ mod tests {
     #[test]
     fn the_quick_run_skips_slow_steps() {
         let names = |all| selected(all).map(|step| step.name).collect::<Vec<_>>();
-        assert_eq!(names(false), QUICK);
+        assert_eq!(names(false), QUICK_NAMES);
         assert!(names(true).contains(&"tests, guests") && !names(true).contains(&"rings"));
     }
 
     #[test]
     fn every_step_has_time_for_its_tests_and_an_end() {
-        for Step { name, minutes, .. } in selected(true).chain(QUICK_TESTS) {
+        for Step { name, minutes, .. } in selected(true).chain(QUICK) {
             assert!((TEST_MINUTES + 1..=240).contains(minutes), "{name}");
         }
     }
