@@ -20,22 +20,21 @@ mod requests;
 #[cfg(ringhaul_sim)]
 mod simulated;
 mod slow_path;
+pub(crate) mod source;
 
 use std::io;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use iomem::Buffers;
 
 use crate::config::EngineKind;
-use crate::error::Error;
 use crate::op::OpKind;
+use crate::op::bounce::BounceShare;
 use crate::thread::io::Io;
-use driver::{AttachedDriver, DriverSource, FilePosition, Route};
+use driver::{Driver, FilePosition, Request, Route};
 use file::FileDisk;
 pub use file::size_probe::SizeProbe;
-use file::source::FileSource;
 pub use folder::Folder;
 pub use foreign::format_warning;
 pub use info::{
@@ -49,228 +48,8 @@ pub use qos::shared::LimitGroup;
 use qos::shared::Shared;
 use qos::throttle::Gate;
 pub use qos::throttle::{Requester, WaitMode};
-
-/// An open disk, for any number of IoThreads. Clones are of the same disk.
-#[derive(Debug, Clone)]
-pub struct DiskSource {
-    /// The facts at the time of opening.
-    info: DiskInfo,
-    /// The facts that have changed since.
-    shared: Arc<Shared>,
-    kind: SourceKind,
-    /// The preferred engine, and the reason for it.
-    engine: Option<(EngineKind, Arc<str>)>,
-}
-
-#[derive(Debug, Clone)]
-enum SourceKind {
-    File(FileSource),
-    Null,
-    /// All other kinds: see the module `driver`.
-    Driver(Arc<dyn DriverSource>),
-}
-
-impl DiskSource {
-    /// Opens a regular file or a block device. Locks it like QEMU's programs: a disk open for
-    /// writing is open only once; one open for reading is not written to. Block devices are also
-    /// claimed, so that they cannot be mounted. Retries for two seconds while the disk is in use.
-    ///
-    /// # Errors
-    ///
-    /// If it cannot be opened, is in use, is neither a file nor a block device, has no size, or has
-    /// a size or an alignment that does not fit the options.
-    pub fn file(path: &Path, options: &DiskOptions) -> Result<Self, Error> {
-        let (file, info) = FileSource::open(path, options)?;
-        Ok(Self::new(info, SourceKind::File(file)))
-    }
-
-    /// Makes the disk of a driver, with its properties at open: the end of a function that opens a
-    /// disk of another kind.
-    #[must_use]
-    pub fn from_driver(info: DiskInfo, source: Arc<dyn DriverSource>) -> Self {
-        Self::new(info, SourceKind::Driver(source))
-    }
-
-    fn new(info: DiskInfo, kind: SourceKind) -> Self {
-        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
-    }
-
-    /// Returns the disk for reading its content before it has requests. The disk itself learns
-    /// nothing from these reads: see `DriverSource::reopen_for_probe`.
-    ///
-    /// # Errors
-    ///
-    /// If the disk cannot be opened again.
-    pub fn for_probe(&self) -> Result<Self, Error> {
-        Ok(self.reopen_for_probe()?.unwrap_or_else(|| self.clone()))
-    }
-
-    /// Opens the disk again if a read for a probe would change it. `None`: the disk itself can be
-    /// probed.
-    ///
-    /// # Errors
-    ///
-    /// If the disk cannot be opened again.
-    pub fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
-        let Some(source) = self.driver() else { return Ok(None) };
-        let opened = source.reopen_for_probe()?;
-        Ok(opened.map(|(info, source)| Self::from_driver(info, source)))
-    }
-
-    /// Returns the same disk, read-only.
-    #[must_use]
-    pub fn for_reading(self) -> Self {
-        Self { info: DiskInfo { read_only: true, ..self.info }, ..self }
-    }
-
-    /// Makes a disk that answers at once, stores nothing, and leaves the buffers of reads as they
-    /// are: for measuring everything else.
-    ///
-    /// # Errors
-    ///
-    /// If the size is zero or not a multiple of the logical block.
-    pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
-        Ok(Self::new(null::info(size_bytes, options)?, SourceKind::Null))
-    }
-
-    /// Takes over the present size of the file, device or remote disk, on all IoThreads. Requests
-    /// in progress finish as they began. Returns the size in bytes; the size of a null disk never
-    /// changes by itself.
-    ///
-    /// # Errors
-    ///
-    /// If the size cannot be determined, or is invalid for a disk, as on opening. Then the disk is
-    /// unchanged.
-    pub fn refresh(&self) -> Result<u64, Error> {
-        let probe = self.shared.begin_probe();
-        self.shared.finish_probe(probe, self.probe_size()?);
-        Ok(self.shared.size_bytes())
-    }
-
-    /// Finds the size that [`refresh`](Self::refresh) takes over.
-    ///
-    /// # Errors
-    ///
-    /// Like [`refresh`](Self::refresh).
-    pub fn probe_size(&self) -> Result<u64, Error> {
-        match &self.kind {
-            SourceKind::File(source) => source.size_bytes(&self.info),
-            SourceKind::Driver(source) => source.probe_size(),
-            SourceKind::Null => Ok(self.shared.size_bytes()),
-        }
-    }
-
-    /// Asks a server or a cluster for the space that it has for an image. The disk in the image
-    /// keeps its size; requests that waited for space continue. Blocks until the answer.
-    ///
-    /// # Errors
-    ///
-    /// If there is no answer.
-    pub fn probe_space(&self) -> Result<(), Error> {
-        self.driver().map_or(Ok(()), |source| source.probe_space())
-    }
-
-    /// The larger of two sizes in bytes: the disk's, and that of its file or device, which may have
-    /// changed, or the last one that its server has reported.
-    ///
-    /// # Errors
-    ///
-    /// If it cannot be determined.
-    pub fn covered_bytes(&self) -> Result<u64, Error> {
-        let size_bytes = self.shared.size_bytes();
-        match &self.kind {
-            SourceKind::File(source) => Ok(source.any_size_bytes()?.max(size_bytes)),
-            SourceKind::Driver(source) => Ok(source.known_size()?.max(size_bytes)),
-            SourceKind::Null => Ok(size_bytes),
-        }
-    }
-
-    /// Resizes the disk and its file, on all IoThreads. Data beyond the new end is lost. From the
-    /// call of `settle` on, no request begins beyond the new end. `settle` must wait for requests
-    /// that have begun: one of them could extend the file again.
-    ///
-    /// # Errors
-    ///
-    /// If it is a block device, is read-only, or cannot have this size, or if the file system or
-    /// server refuses. Then the disk is unchanged.
-    pub fn set_size(&self, size_bytes: u64, settle: impl FnOnce()) -> Result<(), Error> {
-        self.check_new_size(size_bytes)?;
-        let before = self.shared.size_bytes();
-        if size_bytes < before {
-            self.shared.set_size_bytes(size_bytes);
-            settle();
-        }
-        let resized = match &self.kind {
-            SourceKind::Null => Ok(()),
-            SourceKind::File(source) => source.truncate(size_bytes),
-            SourceKind::Driver(source) => source.set_size(size_bytes),
-        };
-        self.shared.set_size_bytes(if resized.is_ok() { size_bytes } else { before });
-        resized
-    }
-
-    /// Uses at most `size_bytes` from now on, in whole blocks, on all IoThreads. Another process is
-    /// about to cut the file off there, and waits for requests that have begun.
-    pub fn cut_off(&self, size_bytes: u64) {
-        let whole = size_bytes - size_bytes % u64::from(self.info.physical_block_bytes);
-        if whole < self.shared.size_bytes() {
-            self.adopt_size(whole);
-        }
-    }
-
-    /// Sets the size in bytes that users of the disk know, on all IoThreads, even if the file has
-    /// another size. Another process has changed the size, or has handed the disk over.
-    pub fn adopt_size(&self, size_bytes: u64) {
-        match &self.kind {
-            SourceKind::Driver(source) => source.adopt_size(size_bytes),
-            SourceKind::File(source) => source.end.invalidate(),
-            SourceKind::Null => {}
-        }
-        self.shared.set_size_bytes(size_bytes);
-    }
-
-    /// Checks that users can change the disk to this size.
-    ///
-    /// # Errors
-    ///
-    /// If they cannot, with the reason.
-    pub fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
-        match &self.kind {
-            SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),
-            SourceKind::File(source) => source.check_new_size(size_bytes, &self.info),
-            SourceKind::Driver(source) => source.check_new_size(size_bytes),
-        }
-    }
-
-    /// Makes the disk use this engine on IoThreads that [have](Io::add_engine) it. On all other
-    /// IoThreads it uses [`IoThreadConfig::engine`](crate::IoThreadConfig::engine). The reason is
-    /// kept for reports.
-    #[must_use]
-    pub fn prefer_engine(self, engine: EngineKind, reason: &str) -> Self {
-        Self { engine: Some((engine, reason.into())), ..self }
-    }
-
-    /// Attaches the disk for tasks on `io`.
-    #[must_use]
-    pub fn attach(&self, io: &Rc<Io>) -> Disk {
-        self.attach_with(io, self.preferred_engine())
-    }
-
-    /// Attaches the disk below another one, which chooses the preferred engine.
-    pub fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
-        let kind = match &self.kind {
-            SourceKind::File(source) => {
-                Kind::File(source.attach(Rc::clone(io), io.engine_for(engine)))
-            }
-            SourceKind::Null => Kind::Null,
-            SourceKind::Driver(source) => Kind::Driver(AttachedDriver::new(source, io, engine)),
-        };
-        let block_mask = u64::from(self.info.logical_block_bytes) - 1;
-        let gate = Gate::new(io, &self.shared);
-        let bulk = BulkTurns::for_disk(io, &self.shared);
-        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate, bulk }
-    }
-}
+pub use source::DiskSource;
+use source::{DriverSource, SourceKind};
 
 /// A disk on one IoThread.
 pub struct Disk {
@@ -298,6 +77,91 @@ enum Kind {
     File(FileDisk),
     Null,
     Driver(AttachedDriver),
+}
+
+impl DiskSource {
+    /// Attaches the disk for tasks on `io`.
+    #[must_use]
+    pub fn attach(&self, io: &Rc<Io>) -> Disk {
+        self.attach_with(io, self.preferred_engine())
+    }
+
+    /// Attaches the disk below another one, which chooses the preferred engine.
+    pub fn attach_with(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Disk {
+        let kind = match &self.kind {
+            SourceKind::File(source) => {
+                Kind::File(source.attach(Rc::clone(io), io.engine_for(engine)))
+            }
+            SourceKind::Null => Kind::Null,
+            SourceKind::Driver(source) => Kind::Driver(AttachedDriver::new(source, io, engine)),
+        };
+        let block_mask = u64::from(self.info.logical_block_bytes) - 1;
+        let gate = Gate::new(io, &self.shared);
+        let bulk = BulkTurns::for_disk(io, &self.shared);
+        Disk { info: self.info, shared: Arc::clone(&self.shared), block_mask, kind, gate, bulk }
+    }
+}
+
+/// A disk of another kind on one IoThread, with its share of the memory there.
+struct AttachedDriver {
+    disk: Box<dyn Driver>,
+    source: Arc<dyn DriverSource>,
+    share: Rc<BounceShare>,
+    io: Rc<Io>,
+}
+
+impl AttachedDriver {
+    fn new(
+        source: &Arc<dyn DriverSource>,
+        io: &Rc<Io>,
+        engine: Option<EngineKind>,
+    ) -> Self {
+        let share = io.shared.bounce_budget.share(source);
+        let source = Arc::clone(source);
+        Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
+    }
+
+    /// Reads, and marks the memory in its log, since a library, a server or a thread that writes
+    /// there does not. A failed read may have been made in part.
+    fn read(
+        &self,
+        offset: u64,
+        buffers: Buffers,
+    ) -> Request<'_, Result<(), TransferError>> {
+        let Some(logged) = buffers.duplicate_if_logged() else {
+            return self.disk.read(offset, buffers);
+        };
+        Box::pin(async move {
+            let result = self.disk.read(offset, buffers).await;
+            logged.wrote(logged.bytes());
+            result
+        })
+    }
+
+    /// Like [`Disk::route`](super::Disk::route).
+    fn route(&self, kind: OpKind, offset: u64, buffers: &mut Buffers) -> Route<'_> {
+        match self.disk.route_to_file(kind, offset, buffers) {
+            Some(FilePosition { file, offset }) => Route::File(file, offset),
+            None => Route::SlowPath,
+        }
+    }
+
+    /// Returns true if data may be lost, so that later flushes fail.
+    fn may_have_lost(&self) -> bool {
+        self.source.state() == DiskState::Lost
+    }
+
+    /// Like [`Disk::read_part`](super::Disk::read_part), in units of `block` bytes.
+    async fn read_part(&self, offset: u64, len: u64, block: u32) -> io::Result<Buffers> {
+        let most = self.share.piece_bytes(block as usize);
+        let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(most);
+        let permit = self.share.take(bytes).await;
+        let memory = Buffers::uninitialized(bytes, PAGE, permit)
+            .inspect_err(|_| self.io.stats().bounce.failed.add(1))?;
+        let part = memory.duplicate();
+        self.disk.read(offset, memory).await?;
+        Ok(part)
+    }
 }
 
 impl Disk {
@@ -418,6 +282,9 @@ impl Disk {
 /// The most bytes that one check for holes covers. An image needs a time for the answer that grows
 /// with them.
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
+
+/// Memory aligned to a page suits every disk.
+const PAGE: usize = 4096;
 
 #[cfg(test)]
 mod flush_tests;

@@ -11,8 +11,8 @@
 //! - a [`Driver`] for each IoThread: the requests.
 //!
 //! A layer opens the disk below first, keeps that [`DiskSource`](crate::DiskSource), and attaches
-//! it with the engine that it is given. It passes on the answers of that disk that it does not
-//! change (the state, the file at the bottom, the loss of data).
+//! it with the engine that it is given. [`DriverSource::below`] names that disk, which answers for
+//! the layer where the layer changes nothing: its state, the file at the bottom, the loss of data.
 //!
 //! Files and null disks do not come this way: [`Disk`](crate::Disk) knows them by name, and nothing
 //! is virtual there. A request to a disk of another kind costs two allocations, for futures, and
@@ -37,9 +37,10 @@ use std::time::Instant;
 use iomem::Buffers;
 
 use crate::clock::LoopClock;
-pub use crate::disk::driver::{Driver, DriverSource, FilePosition, Opened, Request};
+pub use crate::disk::driver::{Driver, FilePosition, Request};
 pub use crate::disk::file::source::FileSource;
 pub use crate::disk::foreign::not_qcow2;
+pub use crate::disk::source::{DriverSource, Opened};
 pub use crate::engine::interest::Interest;
 pub use crate::engine::kernel::start_thread;
 pub use crate::executor::task::Owner;

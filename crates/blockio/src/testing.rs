@@ -11,9 +11,9 @@ use std::time::Instant;
 use iomem::Buffers;
 
 use crate::config::EngineKind;
-use crate::disk::driver::{Driver, DriverSource, Request};
+use crate::disk::driver::{Driver, Request};
 use crate::disk::file::size_probe::SizeProbe;
-use crate::disk::file::source::FileSource;
+use crate::disk::source::DriverSource;
 use crate::disk::{Abilities, DiskInfo, DiskSource, DiskState, Extent, Link, TransferError};
 use crate::error::Error;
 use crate::thread::foreign_op::ForeignCompleter;
@@ -286,10 +286,6 @@ impl DriverSource for RemoteStubSource {
     }
 
     fn discard_bytes(&self) -> Option<u32> {
-        None
-    }
-
-    fn local(&self) -> Option<&FileSource> {
         None
     }
 

@@ -23,10 +23,8 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::{
-    Abilities, DiskInfo, DiskState, Extent, Link, Placement, SizeProbe, TransferError,
-};
-use blockio::driver::{BounceShare, Driver, DriverSource, FileSource, Opened, Request};
+use blockio::disk::{Abilities, DiskInfo, Extent, Link, Placement, SizeProbe, TransferError};
+use blockio::driver::{BounceShare, Driver, DriverSource, Opened, Request};
 use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
@@ -202,6 +200,10 @@ impl LuksSource {
 }
 
 impl DriverSource for LuksSource {
+    fn below(&self) -> Option<&DiskSource> {
+        Some(&self.below)
+    }
+
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(LuksDisk {
             below: self.below.attach_with(io, engine),
@@ -252,49 +254,9 @@ impl DriverSource for LuksSource {
         Some(unit.max(self.volume.block))
     }
 
-    fn local(&self) -> Option<&FileSource> {
-        self.below.local()
-    }
-
-    fn state(&self) -> DiskState {
-        self.below.state()
-    }
-
     fn remark(&self) -> Option<String> {
         let remarks = [self.volume.header.remark.clone(), self.below.remark()];
         remarks.into_iter().flatten().reduce(|one, other| format!("{one}; {other}"))
-    }
-
-    fn warning(&self) -> Option<String> {
-        self.below.warning()
-    }
-
-    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below.hand_over().inherit(loss, is_flushed);
-    }
-
-    fn is_flushed(&self) -> bool {
-        self.below.hand_over().is_flushed()
-    }
-
-    fn may_still_change(&self) -> bool {
-        self.below.hand_over().may_still_change()
-    }
-
-    fn abandon(&self) {
-        self.below.abandon();
-    }
-
-    fn is_written_back(&self) -> bool {
-        self.below.hand_over().is_written_back()
-    }
-
-    fn write_back(&self) -> Result<(), Error> {
-        self.below.hand_over().write_back()
-    }
-
-    fn release_lock(&self) {
-        self.below.hand_over().release_lock();
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
@@ -306,10 +268,6 @@ impl DriverSource for LuksSource {
     fn probe_size(&self) -> Result<u64, Error> {
         let size_bytes = self.below.refresh()?;
         self.check(size_bytes).map(|()| size_bytes)
-    }
-
-    fn probe_space(&self) -> Result<(), Error> {
-        self.below.probe_space()
     }
 
     fn known_size(&self) -> Result<u64, Error> {

@@ -48,7 +48,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe, check_logical_block};
-use blockio::driver::{Driver, DriverSource, FileSource};
+use blockio::driver::{Driver, DriverSource};
 use blockio::{
     DiskOptions, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, Remote,
     oneshot,
@@ -236,10 +236,6 @@ impl DriverSource for NbdSource {
         // A smaller one is the physical block.
         let preferred = self.shared().facts.block_bytes_preferred;
         (preferred > self.info.physical_block_bytes).then_some(preferred)
-    }
-
-    fn local(&self) -> Option<&FileSource> {
-        None
     }
 
     fn state(&self) -> DiskState {

@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe};
-use blockio::driver::{Driver, DriverSource, FileSource, Opened};
+use blockio::driver::{Driver, DriverSource, Opened};
 use blockio::executor::Lock;
 use blockio::{DiskSource, EngineKind, Error, Io};
 
@@ -253,18 +253,22 @@ impl Qcow2Source {
         }
     }
 
-    fn below(&self) -> &DiskSource {
+    fn source(&self) -> &DiskSource {
         self.image.core.source()
     }
 
     /// Returns true if the owner of the image cannot extend the file itself. A server or a cluster
     /// provides the space, and must be asked how much there is.
     fn has_remote_space(&self) -> bool {
-        !self.below().sets_size_at_once()
+        !self.source().sets_size_at_once()
     }
 }
 
 impl DriverSource for Qcow2Source {
+    fn below(&self) -> Option<&DiskSource> {
+        Some(self.source())
+    }
+
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         Box::new(Qcow2Disk::new(&self.image, io, engine))
     }
@@ -302,11 +306,11 @@ impl DriverSource for Qcow2Source {
     }
 
     fn place(&self) -> Option<Placement> {
-        Some(Placement { is_spread: true, ..self.below().place() })
+        Some(Placement { is_spread: true, ..self.source().place() })
     }
 
     fn abilities(&self) -> Abilities {
-        let below = self.below().abilities();
+        let below = self.source().abilities();
         Abilities { discard: true, zeroes: true, resize: true, snapshots: false, ..below }
     }
 
@@ -316,17 +320,9 @@ impl DriverSource for Qcow2Source {
         u32::try_from(core.cluster_bytes).ok().map(|bytes| bytes.max(core.block_bytes))
     }
 
-    fn local(&self) -> Option<&FileSource> {
-        self.below().local()
-    }
-
     fn state(&self) -> DiskState {
         let states = self.image.core.layers.iter().map(|layer| layer.source.state());
         states.into_iter().find(|state| *state != DiskState::Ready).unwrap_or(DiskState::Ready)
-    }
-
-    fn remark(&self) -> Option<String> {
-        self.below().remark()
     }
 
     fn warning(&self) -> Option<String> {
@@ -346,17 +342,9 @@ impl DriverSource for Qcow2Source {
             .reduce(|one, other| format!("{one}; {other}"))
     }
 
-    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below().hand_over().inherit(loss, is_flushed);
-    }
-
     fn is_flushed(&self) -> bool {
         // Tables of a writable image may be written back after this call.
-        self.below().info().read_only
-    }
-
-    fn may_still_change(&self) -> bool {
-        self.below().hand_over().may_still_change()
+        self.source().info().read_only
     }
 
     fn abandon(&self) {
@@ -383,7 +371,7 @@ impl DriverSource for Qcow2Source {
 
     /// Probes the space for the image. The disk in it never changes its size by itself.
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
-        let below = self.below().size_probe().filter(|_| self.has_remote_space())?;
+        let below = self.source().size_probe().filter(|_| self.has_remote_space())?;
         Some(Arc::new(SizeProbe::other(move || below.size_bytes().map(|_| None))))
     }
 
@@ -392,11 +380,11 @@ impl DriverSource for Qcow2Source {
     }
 
     fn probe_space(&self) -> Result<(), Error> {
-        self.below().probe_space()?;
+        self.source().probe_space()?;
         if self.has_remote_space() {
             // The owner takes over more space. Less space is not taken over: tables behind its end
             // would read as zeroes.
-            self.below().probe_size()?;
+            self.source().probe_size()?;
         }
         Ok(())
     }
@@ -407,7 +395,7 @@ impl DriverSource for Qcow2Source {
 
     fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         let core = &self.image.core;
-        let (info, now) = (self.below().info(), core.size_bytes.load(Ordering::Relaxed));
+        let (info, now) = (self.source().info(), core.size_bytes.load(Ordering::Relaxed));
         let reason = if info.read_only {
             "it is open read-only; resize it with `qemu-img resize`, and open it again".to_owned()
         } else if size_bytes < now {
@@ -424,12 +412,12 @@ impl DriverSource for Qcow2Source {
         } else {
             return Ok(());
         };
-        Err(refused(self.below(), reason))
+        Err(refused(self.source(), reason))
     }
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
         owner::run_job_blocking(&self.image.owner, Job::Grow(size_bytes)).map_err(|error| {
-            refused(self.below(), format!("it cannot be resized to {size_bytes} bytes: {error}"))
+            refused(self.source(), format!("it cannot be resized to {size_bytes} bytes: {error}"))
         })?;
         self.image.core.size_bytes.store(size_bytes, Ordering::Relaxed);
         Ok(())

@@ -19,7 +19,7 @@ use std::time::Duration;
 use std::{fmt, thread};
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
-use blockio::driver::{Driver, DriverSource, FileSource, Line, StallLog};
+use blockio::driver::{Driver, DriverSource, Line, StallLog};
 use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
 
 use self::open::ImageProperties;
@@ -105,10 +105,6 @@ impl DriverSource for RbdSource {
 
     fn optimal_bytes(&self) -> Option<u32> {
         self.facts.optimal_bytes
-    }
-
-    fn local(&self) -> Option<&FileSource> {
-        None
     }
 
     fn state(&self) -> DiskState {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::driver::DriverSource;
+use super::source::DriverSource;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
 use super::info::{Abilities, DiskInfo, DiskState, Link, Placement, WaitTimes};

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use iomem::Buffers;
 
-use super::driver::{Driver, DriverSource, FilePosition, Opened, Request};
+use super::driver::{Driver, FilePosition, Request};
 use super::file::size_probe::SizeProbe;
-use super::file::source::FileSource;
-use super::info::{Abilities, DiskInfo, DiskState, Extent, Link, Placement, TransferError};
+use super::info::{Abilities, DiskInfo, Extent, Link, Placement, TransferError};
+use super::source::{DriverSource, Opened};
 use super::{Disk, DiskSource};
 use crate::config::EngineKind;
 use crate::error::Error;
@@ -110,6 +110,10 @@ struct RawSource {
 }
 
 impl DriverSource for RawSource {
+    fn below(&self) -> Option<&DiskSource> {
+        Some(&self.below)
+    }
+
     fn attach(&self, io: &Rc<Io>, engine: Option<EngineKind>) -> Box<dyn Driver> {
         let below = self.below.attach_with(io, engine);
         Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
@@ -156,50 +160,6 @@ impl DriverSource for RawSource {
         self.part.offset_bytes.is_multiple_of(bytes.into()).then_some(bytes)
     }
 
-    fn local(&self) -> Option<&FileSource> {
-        self.below.local()
-    }
-
-    fn state(&self) -> DiskState {
-        self.below.state()
-    }
-
-    fn remark(&self) -> Option<String> {
-        self.below.remark()
-    }
-
-    fn warning(&self) -> Option<String> {
-        self.below.warning()
-    }
-
-    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
-        self.below.hand_over().inherit(loss, is_flushed);
-    }
-
-    fn is_flushed(&self) -> bool {
-        self.below.hand_over().is_flushed()
-    }
-
-    fn may_still_change(&self) -> bool {
-        self.below.hand_over().may_still_change()
-    }
-
-    fn abandon(&self) {
-        self.below.abandon();
-    }
-
-    fn is_written_back(&self) -> bool {
-        self.below.hand_over().is_written_back()
-    }
-
-    fn write_back(&self) -> Result<(), Error> {
-        self.below.hand_over().write_back()
-    }
-
-    fn release_lock(&self) {
-        self.below.hand_over().release_lock();
-    }
-
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         if self.part.size_bytes.is_some() {
             return None;
@@ -213,10 +173,6 @@ impl DriverSource for RawSource {
     fn probe_size(&self) -> Result<u64, Error> {
         let size = self.part.size_within(self.below.refresh()?);
         size.map_err(|reason| refused(&self.below, reason))
-    }
-
-    fn probe_space(&self) -> Result<(), Error> {
-        self.below.probe_space()
     }
 
     fn known_size(&self) -> Result<u64, Error> {

@@ -8,6 +8,7 @@ use iomem::Buffers;
 use super::hand_over::DiskHandOver;
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
+use crate::error::Error;
 use crate::testing::RemoteStub;
 use crate::thread::io_thread::IoThread;
 

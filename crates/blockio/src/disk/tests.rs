@@ -3,10 +3,12 @@
 use super::*;
 use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use crate::disk::file::partial_blocks::Blocks;
+use crate::disk::file::source::FileSource;
 use crate::thread::io_thread::IoThread;
 use iomem::Buffers;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use tempfile::NamedTempFile;
 
