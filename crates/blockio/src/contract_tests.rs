@@ -20,8 +20,8 @@ use crate::executor::mailbox::NO_TASK;
 use crate::executor::notify::Notify;
 use crate::executor::semaphore::FairSemaphore;
 use crate::executor::task;
+use crate::thread::IoThread;
 use crate::thread::io::Io;
-use crate::thread::io_thread::IoThread;
 use crate::thread::task_set::TaskSet;
 use crate::thread::turn::{Activity, Wait};
 

@@ -4,7 +4,6 @@
 //! is all or error: this module finishes short reads and writes, reads zeroes at the end of a file,
 //! and bounces memory that the device cannot take as it is.
 
-mod content;
 pub(crate) mod driver;
 pub mod engine_trial;
 pub(crate) mod file;
@@ -12,7 +11,6 @@ mod folder;
 pub(crate) mod foreign;
 pub mod hand_over;
 mod info;
-mod null;
 mod properties;
 mod qos;
 mod raw;
@@ -41,11 +39,11 @@ pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
     TransferError, WaitTimes, check_logical_block,
 };
+pub use qos::LimitGroup;
+use qos::Shared;
 use qos::bulk_turns::BulkTurns;
 pub use qos::error_policy::{ErrorAction, ErrorPolicy};
 pub use qos::limits::{Burst, Direction, Limits, Rate, Rates};
-pub use qos::shared::LimitGroup;
-use qos::shared::Shared;
 use qos::throttle::Gate;
 pub use qos::throttle::{Requester, WaitMode};
 pub use source::DiskSource;
@@ -111,11 +109,7 @@ struct AttachedDriver {
 }
 
 impl AttachedDriver {
-    fn new(
-        source: &Arc<dyn DriverSource>,
-        io: &Rc<Io>,
-        engine: Option<EngineKind>,
-    ) -> Self {
+    fn new(source: &Arc<dyn DriverSource>, io: &Rc<Io>, engine: Option<EngineKind>) -> Self {
         let share = io.shared.bounce_budget.share(source);
         let source = Arc::clone(source);
         Self { disk: source.attach(io, engine), source, share, io: Rc::clone(io) }
@@ -123,11 +117,7 @@ impl AttachedDriver {
 
     /// Reads, and marks the memory in its log, since a library, a server or a thread that writes
     /// there does not. A failed read may have been made in part.
-    fn read(
-        &self,
-        offset: u64,
-        buffers: Buffers,
-    ) -> Request<'_, Result<(), TransferError>> {
+    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
         let Some(logged) = buffers.duplicate_if_logged() else {
             return self.disk.read(offset, buffers);
         };

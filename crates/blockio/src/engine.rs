@@ -20,7 +20,6 @@ mod aio;
 mod aio_ring;
 mod announce;
 mod epoll;
-pub(crate) mod interest;
 mod io_uring;
 pub mod kernel;
 pub(crate) mod pool;
@@ -42,8 +41,8 @@ use crate::op::{Completer, IoFile, Slots};
 use crate::stats::Stats;
 use aio::Aio;
 use epoll::Epoll;
-use interest::Interest;
 use io_uring::IoUring;
+use kernel::Interest;
 use threads::Threads;
 
 /// The token of the mailbox's eventfd, which Linux AIO writes too: there may be completions.

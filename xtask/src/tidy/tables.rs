@@ -41,7 +41,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/kernel/sim/ring.rs", "plays the kernel: pointers of entries"),
     ("crates/blockio/src/engine/kernel/sim/world.rs", "plays the kernel: memory of ops"),
     ("crates/blockio/src/engine/pool.rs", "system calls on memory that belongs to slots"),
-    ("crates/blockio/src/disk/file/identity.rs", "asks for a UUID, which rustix does not"),
+    ("crates/blockio/src/disk/file/attributes.rs", "asks for a UUID, which rustix does not"),
     ("crates/blockio/src/disk/file/lock.rs", "byte locks, which rustix does not have"),
     ("crates/disks/src/luks/no_dump.rs", "pages of keys, which core dumps leave out"),
     ("crates/disks/src/nbd/loaned_op.rs", "memory of an op that another thread carries out"),

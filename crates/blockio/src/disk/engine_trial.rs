@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{Disk, DiskSource};
 use crate::error::Error;
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use iomem::{Buffers, fits};
 
 /// A kind of reads in a trial.

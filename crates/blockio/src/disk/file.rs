@@ -1,14 +1,12 @@
 //! Disk `file`: a regular file or a block device.
 
 pub(super) mod alignment;
-mod identity;
+mod attributes;
 mod lock;
-mod lock_holder;
 pub(super) mod partial_blocks;
 mod retries;
 pub(crate) mod size_probe;
 pub(crate) mod source;
-mod sysfs;
 mod zeroes;
 
 use std::cell::Cell;

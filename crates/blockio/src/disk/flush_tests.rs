@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::op::OpKind;
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use std::sync::Arc;
 
 /// A flush waits for an earlier flush of another IoThread, which may receive the report of a loss.

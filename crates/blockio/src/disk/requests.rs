@@ -4,17 +4,14 @@ use std::future::Future;
 use std::io;
 use std::rc::Rc;
 
-use iomem::Buffers;
+use iomem::{Buffers, RepeatedBlock};
 
 use super::driver::Route;
 use super::info::TransferError;
 use super::qos::limits::Direction;
 use super::qos::throttle::{NoRequester, Requester, STEP_BYTES};
-use super::{Disk, Kind, Requests, null};
+use super::{Disk, Kind, PAGE, Requests};
 use crate::op::OpKind;
-
-/// Memory aligned to a page suits every disk.
-const PAGE: usize = 4096;
 
 /// The most bytes of a part that count for limits: the most that a part has by default.
 const PART_BYTES: u64 = 256 << 10;
@@ -170,7 +167,7 @@ impl<'a> Requests<'a> {
         self.in_turn(Direction::Read, (offset, len), bytes, |turn| async move {
             let mut part = match &self.disk.kind {
                 Kind::File(disk) => disk.read_part(offset, len, block).await,
-                Kind::Null => null::read_part(len, block),
+                Kind::Null => null_part(len, block),
                 Kind::Driver(driver) => driver.read_part(offset, len, block).await,
             }?;
             part.keep(Rc::new(turn));
@@ -262,4 +259,14 @@ impl<'a> Requests<'a> {
         }
         Ok(())
     }
+}
+
+/// The most bytes of a [part of a null disk](null_part), unless a logical block is larger.
+const NULL_PART_BYTES: usize = 64 << 10;
+
+/// A part of a null disk, in units of `block` bytes.
+fn null_part(len: u64, block: u32) -> io::Result<Buffers> {
+    let block = block as usize;
+    let bytes = usize::try_from(len).unwrap_or(usize::MAX).min(NULL_PART_BYTES);
+    RepeatedBlock::zeroes(block, block)?.buffers(bytes.max(block), ())
 }

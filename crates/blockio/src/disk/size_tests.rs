@@ -10,7 +10,7 @@ use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::error::Error;
 use crate::testing::RemoteStub;
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 
 const MIB: u64 = 1 << 20;
 

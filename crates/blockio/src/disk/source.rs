@@ -1,16 +1,17 @@
 //! An open disk of any kind, for all threads.
 
+use std::fmt;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::fmt;
 
 use super::driver::Driver;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
-use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement};
-use super::null;
-use super::qos::shared::Shared;
+use super::info::{
+    Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement, check_logical_block,
+};
+use super::qos::Shared;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::thread::io::Io;
@@ -95,7 +96,7 @@ impl DiskSource {
     ///
     /// If the size is zero or not a multiple of the logical block.
     pub fn null(size_bytes: u64, options: &DiskOptions) -> Result<Self, Error> {
-        Ok(Self::new(null::info(size_bytes, options)?, SourceKind::Null))
+        Ok(Self::new(null_info(size_bytes, options)?, SourceKind::Null))
     }
 
     /// Takes over the present size of the file, device or remote disk, on all IoThreads. Requests
@@ -201,7 +202,7 @@ impl DiskSource {
     /// If they cannot, with the reason.
     pub fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
         match &self.kind {
-            SourceKind::Null => null::check_size(size_bytes, self.info.logical_block_bytes),
+            SourceKind::Null => check_null_size(size_bytes, self.info.logical_block_bytes),
             SourceKind::File(source) => source.check_new_size(size_bytes, &self.info),
             SourceKind::Driver(source) => source.check_new_size(size_bytes),
         }
@@ -214,6 +215,30 @@ impl DiskSource {
     pub fn prefer_engine(self, engine: EngineKind, reason: &str) -> Self {
         Self { engine: Some((engine, reason.into())), ..self }
     }
+}
+
+/// The properties of a null disk of this size.
+fn null_info(size_bytes: u64, options: &DiskOptions) -> Result<DiskInfo, Error> {
+    let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+    check_null_size(size_bytes, logical_block_bytes)?;
+    Ok(DiskInfo {
+        size_bytes,
+        logical_block_bytes,
+        physical_block_bytes: logical_block_bytes,
+        read_only: options.read_only,
+        direct: options.direct,
+    })
+}
+
+/// Checks the size of a null disk.
+fn check_null_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), Error> {
+    if size_bytes == 0 || !size_bytes.is_multiple_of(u64::from(logical_block_bytes)) {
+        return Err(Error::Options(format!(
+            "a disk of {size_bytes} bytes is not possible: the size must be a multiple of its \
+             logical block of {logical_block_bytes} bytes, and not zero"
+        )));
+    }
+    Ok(())
 }
 
 /// The properties of a disk of another kind at open, and its source.

@@ -4,7 +4,7 @@ use super::*;
 use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThreadConfig};
 use crate::disk::file::partial_blocks::Blocks;
 use crate::disk::file::source::FileSource;
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use iomem::Buffers;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;

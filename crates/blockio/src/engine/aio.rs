@@ -13,7 +13,7 @@ use iomem::fits;
 use super::aio_ring::AioRing;
 use super::announce::{Announcements, UNANNOUNCED};
 use super::kernel::AioContext;
-use super::kernel::aio_abi::{
+use super::kernel::abi::{
     IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV,
     IOCB_FLAG_RESFD, IoEvent, Iocb,
 };

@@ -10,7 +10,7 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::kernel::aio_abi::IoEvent;
+use super::kernel::abi::IoEvent;
 use crate::clock::yield_to_simulation;
 
 const MAGIC: u32 = 0xa10a_10a1;

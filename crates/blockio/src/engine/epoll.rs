@@ -8,8 +8,8 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
-use super::interest::Interest;
 use super::kernel;
+use super::kernel::Interest;
 use crate::clock;
 use crate::error::Error;
 use crate::stats::Stats;

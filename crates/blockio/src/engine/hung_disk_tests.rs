@@ -14,7 +14,7 @@ use super::*;
 use crate::TaskSet;
 use crate::config::{ByteLimits, EngineKind};
 use crate::disk::{Disk, DiskOptions, DiskSource};
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use iomem::Buffers;
 
 /// Runs one test at a time: mounting a file system may wait for one that is frozen.

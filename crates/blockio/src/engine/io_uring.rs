@@ -16,9 +16,8 @@ use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 
-use super::interest::Interest;
-use super::kernel::Ring;
-use super::kernel::ring_abi::Setup;
+use super::kernel::abi::Setup;
+use super::kernel::{Interest, Ring};
 use super::retry::Retry;
 use super::threads::Threads;
 use crate::clock;

@@ -3,10 +3,9 @@
 //! Both sides offer the same: [`AioContext`], [`Ring`], [`sleep`], [`start_thread`] and
 //! [`simulate_jobs`].
 
-pub(super) mod aio_abi;
+pub(super) mod abi;
 #[cfg(not(ringhaul_sim))]
 mod linux;
-pub(super) mod ring_abi;
 #[cfg(ringhaul_sim)]
 pub mod sim;
 
@@ -18,3 +17,12 @@ pub(super) use linux::{AioContext, Ring, simulate_jobs, sleep};
 pub use sim::start_thread;
 #[cfg(ringhaul_sim)]
 pub(super) use sim::{AioContext, Ring, simulate_jobs, sleep};
+
+/// The event to await at a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interest {
+    /// An eventfd that is written, or a socket with data.
+    Readable,
+    /// A socket that has room.
+    Writable,
+}

@@ -15,7 +15,7 @@ use tempfile::NamedTempFile;
 
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{DiskOptions, DiskSource};
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use crate::thread::reactor::{Armed, Source};
 use crate::thread::turn::{Activity, Wait};
 use iomem::Buffers;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::disk::{Disk, DiskOptions, DiskSource};
-use crate::thread::io_thread::IoThread;
+use crate::thread::IoThread;
 use iomem::Buffers;
 
 const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];

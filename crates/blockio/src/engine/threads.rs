@@ -15,7 +15,7 @@ use crate::admission::pool_threads;
 use crate::clock;
 use crate::executor::mailbox::{Mailbox, OpResult};
 use crate::op::Completer;
-use crate::watchdog::rate_limit::RateLimit;
+use crate::watchdog::RateLimit;
 
 /// Small, because a thread only makes system calls.
 const STACK_BYTES: usize = 128 << 10;

@@ -143,9 +143,9 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
+    use super::super::IoThread;
     use super::*;
     use crate::config::{EngineKind, IoThreadConfig};
-    use crate::thread::io_thread::IoThread;
     use crate::thread::poll_window::Awaited;
     use crate::thread::turn::{Activity, Wait};
 

@@ -13,7 +13,7 @@ use rustix::fd::OwnedFd;
 
 use crate::clock;
 use crate::config::{EngineConfig, EngineKind};
-use crate::engine::interest::Interest;
+use crate::engine::kernel::Interest;
 use crate::error::Error;
 use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;

@@ -10,7 +10,7 @@ use rustix::fd::{AsFd, OwnedFd};
 
 use crate::clock::{self, LoopClock};
 use crate::engine::Engine;
-use crate::engine::interest::Interest;
+use crate::engine::kernel::Interest;
 use crate::error::Error;
 use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;

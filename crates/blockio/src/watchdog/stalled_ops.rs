@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::{Line, StallLog, is_late};
 use crate::op::{OpKind, OpenFile, Slots};
 use crate::stats::Stats;
-use crate::watchdog::stall_log::{Line, StallLog, is_late};
 
 /// The least time between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! Locks that keep other writers away from a disk.
+//! Locks that keep other writers away from a disk, and their holders.
 //!
 //! They are compatible with QEMU's programs: byte locks of the open file description
 //! (`F_OFD_SETLK`) on the image itself. Byte 100 + n says "I use permission n", byte 200 + n "I do
@@ -11,14 +11,15 @@
 //! [`DiskOptions::user`](crate::disk::DiskOptions::user)). It excludes only the same user.
 
 use std::fs::File;
-use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
-use super::lock_holder::{self, LockHolders};
-use crate::error::Error;
 use iomem::fits;
+
+use crate::error::Error;
 
 const READ: i64 = 0;
 const WRITE: i64 = 1;
@@ -61,8 +62,8 @@ pub(crate) fn retry_open<T>(
             Err(OpenError::Conflict(conflict)) => conflict,
         };
         let is_own = match conflict {
-            Conflict::Locked => lock_holder::is_this_process(path, true),
-            Conflict::Claimed => lock_holder::is_this_process(path, false),
+            Conflict::Locked => is_this_process(path, true),
+            Conflict::Claimed => is_this_process(path, false),
             Conflict::SameUser => false,
         };
         if Instant::now() >= end || is_own || at_once {
@@ -79,17 +80,17 @@ pub(crate) enum OpenError {
 }
 
 fn in_use(path: &Path, conflict: &Conflict) -> Error {
-    let (by, is_user_known) =
-        match (conflict, lock_holder::holders(path, matches!(conflict, Conflict::Locked))) {
-            // Further users may have the file open, too.
-            (Conflict::SameUser, _) => (String::new(), false),
-            (_, LockHolders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
-            (_, LockHolders::Programs(names)) => (names, true),
-            (_, LockHolders::Unknown) => {
-                let who = "a program that is not visible here, or operations of a killed program";
-                (who.to_owned(), false)
-            }
-        };
+    let (by, is_user_known) = match (conflict, holders(path, matches!(conflict, Conflict::Locked)))
+    {
+        // Further users may have the file open, too.
+        (Conflict::SameUser, _) => (String::new(), false),
+        (_, LockHolders::ThisProcess) => ("this daemon, for another export".to_owned(), true),
+        (_, LockHolders::Programs(names)) => (names, true),
+        (_, LockHolders::Unknown) => {
+            let who = "a program that is not visible here, or operations of a killed program";
+            (who.to_owned(), false)
+        }
+    };
     let reason = match conflict {
         Conflict::Locked => format!(
             "it is locked by {by}; end that use first, open the disk read-only in both, or use \
@@ -204,6 +205,82 @@ fn is_locked(file: &File, byte: i64) -> bool {
     result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
 }
 
+/// The programs that use a file.
+pub(crate) enum LockHolders {
+    ThisProcess,
+    /// Programs with their process ids, or the use of a device by the kernel, as text.
+    Programs(String),
+    Unknown,
+}
+
+/// The most programs that are named.
+const NAMED_MAX: usize = 3;
+
+/// Returns true if this process has `path` open, and locked if `is_locked`.
+pub(crate) fn is_this_process(path: &Path, is_locked: bool) -> bool {
+    fs::canonicalize(path).is_ok_and(|path| has_open("self", &path, is_locked))
+}
+
+/// Finds the programs that have `path` open, and locked if `is_locked`, as far as this process may
+/// see them.
+pub(crate) fn holders(path: &Path, is_locked: bool) -> LockHolders {
+    let Ok(path) = fs::canonicalize(path) else { return LockHolders::Unknown };
+    if has_open("self", &path, is_locked) {
+        return LockHolders::ThisProcess;
+    }
+    let mut names: Vec<String> = use_by_kernel(&path).into_iter().collect();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(process) = name.to_str().filter(|name| name.parse::<u32>().is_ok()) else {
+            continue;
+        };
+        if has_open(process, &path, is_locked) {
+            let program = fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default();
+            let program = program.file_name().unwrap_or_default().to_string_lossy();
+            names.push(format!("{program} (process {process})"));
+        }
+    }
+    names.truncate(NAMED_MAX);
+    if names.is_empty() { LockHolders::Unknown } else { LockHolders::Programs(names.join(", ")) }
+}
+
+/// The kernel's use of a block device: a mount visible here, or a device that it is a part of.
+fn use_by_kernel(path: &Path) -> Option<String> {
+    let data = fs::metadata(path).ok().filter(|data| data.file_type().is_block_device())?;
+    let (major, minor) = (libc::major(data.rdev()), libc::minor(data.rdev()));
+    let number = format!("{major}:{minor}");
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    if let Some(place) = mounted_on(&mounts, &number) {
+        return Some(format!("mounted on {place}"));
+    }
+    let holders = fs::read_dir(format!("/sys/dev/block/{number}/holders"));
+    let holder = holders.ok()?.flatten().next()?;
+    Some(format!("a part of {}", holder.file_name().to_string_lossy()))
+}
+
+/// The mount point of the device with this number; see proc_pid_mountinfo(5).
+fn mounted_on<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
+    let mut mounts = mounts.lines().map(|line| line.split(' '));
+    mounts.find_map(|mut fields| (fields.nth(2)? == number).then(|| fields.nth(1))?)
+}
+
+/// Returns true if a process has `path` open, and locked if `is_locked`. The links are read, not
+/// followed: a file system that hangs cannot hold this up.
+fn has_open(process: &str, path: &Path, is_locked: bool) -> bool {
+    let folder = fs::read_dir(format!("/proc/{process}/fd"));
+    folder.into_iter().flatten().flatten().any(|entry| {
+        let is_path = fs::read_link(entry.path()).is_ok_and(|target| target == path);
+        is_path && (!is_locked || has_lock(process, &entry.file_name().to_string_lossy()))
+    })
+}
+
+/// Returns true if `/proc` shows a lock of this descriptor. Some programs only read a file that
+/// another has locked.
+fn has_lock(process: &str, descriptor: &str) -> bool {
+    let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
+    info.is_ok_and(|info| info.lines().any(|line| line.starts_with("lock:")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -238,5 +315,18 @@ mod tests {
         });
         assert!(matches!(refused, Err(Error::InUse { is_user_known: false, .. })), "{refused:?}");
         assert_eq!(tries, 1);
+    }
+}
+
+#[cfg(test)]
+mod holder_tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_found_by_the_number_of_their_device() {
+        let mounts = "22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+                      30 22 7:12 /sub /mnt rw,relatime shared:1 - xfs /dev/loop12 rw\n";
+        assert_eq!(mounted_on(mounts, "7:12"), Some("/mnt"));
+        assert_eq!(mounted_on(mounts, "7:1"), None);
     }
 }

@@ -49,7 +49,7 @@ impl OpRetries {
 mod tests {
     use super::*;
     use crate::config::{EngineConfig, IoThreadConfig};
-    use crate::thread::io_thread::IoThread;
+    use crate::thread::IoThread;
 
     /// On a busy machine each pause is longer than asked for, and so the tries are fewer.
     #[test]

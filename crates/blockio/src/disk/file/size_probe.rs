@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{fmt, io};
 
-use super::sysfs;
+use super::attributes;
 use crate::executor::sync::Lock;
 
 /// The end of a regular file as the last probe saw it. A write beyond it would lengthen a file that
@@ -102,7 +102,7 @@ impl SizeProbe {
     /// If the kernel does not report the size.
     pub fn size_bytes(&self) -> io::Result<Option<u64>> {
         match &self.0 {
-            Probe::Device(number) => Ok(sysfs::size_bytes(*number)),
+            Probe::Device(number) => Ok(attributes::size_bytes(*number)),
             Probe::File { path, device, inode, end } => {
                 let probe = || match std::fs::metadata(path) {
                     Ok(data) if (data.dev(), data.ino()) == (*device, *inode) => Ok(data.len()),

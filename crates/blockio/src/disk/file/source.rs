@@ -10,11 +10,10 @@ use rustix::fd::AsFd;
 use rustix::fs::{Mode, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
 
 use super::alignment::Alignment;
-use super::identity;
+use super::attributes;
 use super::lock::{Conflict, OpenError, is_still_locked, lock, lock_for, retry_open};
 use super::partial_blocks::Blocks;
 use super::size_probe::{FileEnd, SizeProbe};
-use super::sysfs;
 use crate::disk::foreign;
 use crate::disk::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
 use crate::error::Error;
@@ -119,14 +118,14 @@ impl FileSource {
             direct: options.direct,
         };
         let identity = if is_block_device {
-            identity::device_identity(&file, path)
+            attributes::device_identity(&file, path)
         } else {
-            identity::file_identity(&file)
+            attributes::file_identity(&file)
         };
         let end = Arc::new(FileEnd::unseen(logical_block_bytes.max(align.request)));
         let probe = |data| Arc::new(SizeProbe::new(path, &data, is_block_device, &end));
         let size_probe = file.metadata().ok().map(probe);
-        let is_rotational = sysfs::is_rotational(&file);
+        let is_rotational = attributes::is_rotational(&file);
         let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
         let file = Arc::new(OpenFile::new(file, path, options.direct));
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
@@ -279,7 +278,7 @@ fn size_of(file: impl AsFd) -> Result<u64, String> {
 /// file system. The logical block if these report no unit that requests could keep to.
 fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -> Option<u32> {
     let said = if is_block_device {
-        sysfs::discard_bytes(file)?
+        attributes::discard_bytes(file)?
     } else {
         let block = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_frsize);
         u32::try_from(block).unwrap_or(0)
@@ -404,7 +403,7 @@ fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error
 
 /// Refuses devices that could be opened, but would fail requests.
 fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
-    let said = |name: &str| sysfs::device_attribute(file, name).unwrap_or_default();
+    let said = |name: &str| attributes::device_attribute(file, name).unwrap_or_default();
     // Linux lets a read-only device be opened for writing, and fails each write.
     if !options.read_only && !["", "0"].contains(&said("ro").as_str()) {
         return Err("it is a read-only device; open it read-only".into());

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use super::shared::Shared;
+use super::Shared;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::thread::io::Io;
 

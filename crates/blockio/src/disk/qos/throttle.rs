@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use super::error_policy::{ErrorAction, RetryState, WaitCount};
 use super::limits::{Buckets, Direction};
-use super::shared::{Rules, Shared};
+use super::{Rules, Shared};
 use crate::clock;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::executor::sync::Lock;

@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::engine::kernel::Ring;
-use crate::engine::kernel::ring_abi::{BUFFERS_MAX, FILES_MAX};
+use crate::engine::kernel::abi::{BUFFERS_MAX, FILES_MAX};
 
 /// The largest piece that the kernel takes: 1 GiB.
 const PIECE_MAX: usize = 1 << 30;

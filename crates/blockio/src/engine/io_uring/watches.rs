@@ -8,9 +8,8 @@ use iomem::fits;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
-use crate::engine::interest::Interest;
-use crate::engine::kernel::Ring;
-use crate::watchdog::rate_limit::RateLimit;
+use crate::engine::kernel::{Interest, Ring};
+use crate::watchdog::RateLimit;
 
 /// Marks user data that is not a slot number: a watch's index and serial number follow.
 const WATCH: u64 = 1 << 63;

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsRawFd;
 
-use super::super::aio_abi::{IOCB_CMD_FDSYNC, IoEvent, Iocb};
+use crate::engine::kernel::abi::{IOCB_CMD_FDSYNC, IoEvent, Iocb};
 use crate::error::Error;
 
 /// `aio_context_t`: the address of the mapped completion ring.

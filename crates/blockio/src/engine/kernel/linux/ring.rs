@@ -10,7 +10,7 @@ use iomem::fits;
 use rustix::fd::AsFd;
 use rustix::process::{Resource, getrlimit};
 
-use super::super::ring_abi::{
+use super::super::abi::{
     BUFFERS_MAX, ENTRIES_MAX, ENTRIES_MIN, FILES_MAX, Setup, WaitFor, enter_flags, entries_for,
 };
 use crate::stats::Stats;

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use iomem::fits;
 use libc::iovec;
 
-use super::super::aio_abi::{
+use super::world::{Destination, KernelOp, RingSetup, Signal, World, world};
+use crate::clock;
+use crate::engine::kernel::abi::{
     IOCB_CMD_FDSYNC, IOCB_CMD_PREAD, IOCB_CMD_PREADV, IOCB_CMD_PWRITE, IOCB_CMD_PWRITEV,
     IOCB_FLAG_RESFD, IoEvent, Iocb,
 };
-use super::world::{Destination, KernelOp, RingSetup, Signal, World, world};
-use crate::clock;
 use crate::error::Error;
 use crate::file::op_kind::OpKind;
 

@@ -16,7 +16,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::AsFd;
 
-use super::super::ring_abi::{ENTER_SQ_WAKEUP, Setup, WaitFor, enter_flags, entries_for};
+use super::super::abi::{ENTER_SQ_WAKEUP, Setup, WaitFor, enter_flags, entries_for};
 use super::world::{
     Destination, KernelOp, NOW, RingSetup, Signal, SqThread, SubmissionRing, World, is_readable,
     sleep_in, world,
