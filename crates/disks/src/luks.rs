@@ -11,7 +11,6 @@
 mod hash;
 mod header;
 mod memory;
-mod no_dump;
 mod secret;
 #[cfg(test)]
 pub(super) mod tests;

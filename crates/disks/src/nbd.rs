@@ -4,13 +4,12 @@
 //! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`;
 //!   `resolver.rs` finds the addresses of servers;
 //! - `flow.rs` moves bytes over a connection, `transport.rs` has the system calls;
-//! - `link.rs` is the task of a connection, with `retry.rs` and `socket_source.rs`; `drain.rs`
-//!   drains an abandoned connection, and `abandoned.rs` keeps its requests; `stalled.rs` reports a
-//!   server that does not answer;
+//! - `link.rs` finds the connections of an IoThread, is the task of each, and reports a server that
+//!   does not answer, with `retry.rs` and `socket_source.rs`; `drain.rs` drains an abandoned
+//!   connection, and `abandoned.rs` keeps its requests;
 //! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
 //!   the state common to all IoThreads;
-//! - `connection_choice.rs` finds the connections of an IoThread, and `disk.rs` turns requests to a
-//!   disk into requests to the server.
+//! - `disk.rs` turns requests to a disk into requests to the server.
 //!
 //! If the server reports that its connections agree with each other, each IoThread has its own
 //! connection. Otherwise one connection carries all requests, on the IoThread that came first.
@@ -18,7 +17,6 @@
 mod abandoned;
 mod answer;
 mod connect;
-mod connection_choice;
 mod disk;
 mod drain;
 mod flow;
@@ -32,10 +30,9 @@ mod resolver;
 mod retry;
 mod shared;
 mod socket_source;
-mod stalled;
 #[cfg(test)]
 mod tests;
-#[cfg_attr(not(feature = "nbd-tls"), path = "nbd/no_tls.rs")]
+#[cfg(feature = "nbd-tls")]
 mod tls;
 mod transport;
 mod wire;
@@ -56,11 +53,10 @@ use blockio::{
 use iomem::Buffers;
 
 use answer::Failure;
-use connection_choice::Handle;
 use disk::NbdDisk;
 use drain::release_closed_orphans;
 use handshake::{Facts, can};
-use link::check_not_less;
+use link::{Handle, check_not_less};
 pub use options::{NbdAddress, NbdOptions, NbdTls};
 use pipe::{Pipe, key_of, record_size};
 use requests::IssuedRequest;
@@ -331,4 +327,53 @@ impl DriverSource for NbdSource {
     }
 
     fn adopt_size(&self, _: u64) {}
+}
+
+/// The stand-in for TLS in builds without the feature `nbd-tls`.
+#[cfg(not(feature = "nbd-tls"))]
+mod tls {
+    use std::io::{self, Read, Write};
+    use std::os::fd::BorrowedFd;
+
+    use super::handshake::Stream;
+    use super::options::{NbdOptions, NbdTls};
+
+    /// The TLS of a connection, which no connection has.
+    pub(super) enum Tls {}
+
+    /// Refuses the connection.
+    ///
+    /// # Errors
+    ///
+    /// Always.
+    pub(super) fn agree<T>(
+        _: &NbdOptions,
+        _: &NbdTls,
+        _: &mut (impl Read + Write),
+        _: impl FnOnce(&mut dyn Stream) -> Result<T, String>,
+    ) -> Result<(Tls, T), String> {
+        Err("this program was built without TLS; build it with the feature nbd-tls".to_owned())
+    }
+
+    impl Tls {
+        pub(super) fn has_unsent(&self) -> bool {
+            match *self {}
+        }
+
+        pub(super) fn push(&mut self, _: BorrowedFd<'_>) -> io::Result<()> {
+            match *self {}
+        }
+
+        pub(super) fn encrypt(&mut self, _: &[u8]) -> io::Result<()> {
+            match *self {}
+        }
+
+        pub(super) fn pull(
+            &mut self,
+            _: BorrowedFd<'_>,
+            _: impl FnMut(&[u8]) -> usize,
+        ) -> io::Result<usize> {
+            match *self {}
+        }
+    }
 }

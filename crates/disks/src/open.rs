@@ -1,7 +1,7 @@
 //! Opens a disk by its name: the layers from the bottom up, with their keys and backing files.
 
 mod cancellation;
-#[cfg_attr(not(feature = "qcow2"), path = "open/no_image.rs")]
+#[cfg(feature = "qcow2")]
 mod image;
 pub mod inherit;
 #[cfg(feature = "luks")]
@@ -150,6 +150,34 @@ fn open_rbd(image: &RbdSpec, options: &DiskOptions) -> Result<DiskSource> {
 #[cfg(not(feature = "rbd"))]
 fn open_rbd(image: &RbdSpec, _: &DiskOptions) -> Result<DiskSource> {
     anyhow::bail!("cannot open rbd:{image}: this program was built without Ceph (feature rbd)")
+}
+
+/// The stand-in for images in builds without the feature `qcow2`.
+#[cfg(not(feature = "qcow2"))]
+mod image {
+    use std::path::Path;
+
+    use anyhow::{Result, bail};
+    use blockio::DiskSource;
+    use blockio::disk::Folder;
+
+    use crate::spec::BackingFiles;
+
+    /// Fails: this program was built without images.
+    pub(super) fn is_image(_: &DiskSource) -> Result<bool> {
+        bail!("cannot open an image: this program was built without images (feature qcow2)")
+    }
+
+    /// Fails like [`is_image`].
+    pub(super) fn open_qcow2(
+        source: DiskSource,
+        _: Option<&Path>,
+        _: &BackingFiles,
+        _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
+        _: bool,
+    ) -> Result<DiskSource> {
+        is_image(&source).map(|_| source)
+    }
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/engine/pool.rs", "system calls on memory that belongs to slots"),
     ("crates/blockio/src/disk/file/attributes.rs", "asks for a UUID, which rustix does not"),
     ("crates/blockio/src/disk/file/lock.rs", "byte locks, which rustix does not have"),
-    ("crates/disks/src/luks/no_dump.rs", "pages of keys, which core dumps leave out"),
+    ("crates/disks/src/luks/memory.rs", "pages of keys, which core dumps leave out"),
     ("crates/disks/src/nbd/loaned_op.rs", "memory of an op that another thread carries out"),
     ("crates/disks/src/nbd/pipe.rs", "ends the use of that memory before the op"),
     ("crates/disks/src/nbd/tests.rs", "a list of memory with a log of writes"),

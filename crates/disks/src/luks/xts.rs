@@ -11,7 +11,7 @@ use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
 use aes::{Aes128, Aes256, Block};
 use zeroize::zeroize_stack;
 
-use super::no_dump::NoDump;
+use super::memory::NoDump;
 
 /// The bytes that are worked on at once: with their tweaks they stay in the nearest cache. A
 /// multiple of every sector.

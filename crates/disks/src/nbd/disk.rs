@@ -11,8 +11,8 @@ use blockio::driver::{Driver, ForeignOp, Request as Answer};
 use iomem::Buffers;
 
 use super::answer::Failure;
-use super::connection_choice::{ConnectionChoice, Handle};
 use super::handshake::{Facts, can};
+use super::link::{ConnectionChoice, Handle};
 use super::loaned_op::{Borrower, LoanedMemory, decode};
 use super::pipe::{Pipe, Ticket, key_of};
 use super::requests::IssuedRequest;

@@ -5,17 +5,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockio::driver::{Interest, LATE};
+use blockio::driver::{Interest, LATE, Line, is_late};
 use blockio::executor::Lock;
-use blockio::{Io, clock};
+use blockio::{Io, Remote, clock};
 
 use super::connect::{Connected, QuestionNumber, connect};
 use super::drain::{DrainSignal, TICK, adopt_orphans, drain, hand_to_another};
 use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
-use super::pipe::{Pipe, record_size};
+use super::pipe::{Pipe, key_of, record_size};
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, log_unflushed};
-use super::shared::Shared;
+use super::shared::{Condition, Home, Shared};
 use super::socket_source::Watched;
 use super::transport::TcpHealth;
 use super::wire::Framing;
@@ -352,6 +352,106 @@ fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
             Err(Broken::Silent(format!("the server's machine has been silent for {seconds} s")))
         }
         None => Ok(()),
+    }
+}
+
+/// Ends the connections when the last user of the disk is gone.
+pub(super) struct Handle {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Handle {
+    /// Wakes all connections, which then check the state of the disk.
+    pub(super) fn wake(&self) {
+        let key = key_of(&self.shared);
+        self.shared.on_pipes(move |io| {
+            if let Some(pipe) = io.shared::<Pipe>(key) {
+                pipe.wake_links();
+            }
+        });
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.end();
+        if let Some(unused) = self.shared.take_spare() {
+            Flow::new(0, unused).send_disconnect();
+        }
+        self.wake();
+    }
+}
+
+/// The place of the connections that an IoThread uses.
+pub(super) enum ConnectionChoice {
+    Local(Rc<Pipe>),
+    /// On the IoThread that has the pipe with this number.
+    Remote(u64, Remote),
+}
+
+impl ConnectionChoice {
+    /// Finds existing connections, or makes new ones, as far as the server allows that.
+    pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
+        if let Some(pipe) = io.shared::<Pipe>(key_of(shared)) {
+            return Self::Local(pipe);
+        }
+        let (number, links) = if shared.flushes_are_common() {
+            (shared.add_pipe(&io.remote()), shared.options.connections.max(1) as usize)
+        } else {
+            match shared.home(&io.remote()) {
+                Home::Local(number) => (number, 1),
+                Home::Remote(number, remote) => return Self::Remote(number, remote),
+            }
+        };
+        Self::Local(start(io, shared, number, links))
+    }
+}
+
+impl Pipe {
+    /// Publishes the condition of the connections.
+    pub(super) fn publish_condition(&self, why: Option<(Instant, &str)>) {
+        let now = self.io.recently();
+        let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
+        let (up, late, since, is_idle) = {
+            let requests = self.requests.borrow();
+            let late = || requests.links.iter().filter_map(|link| link.stalled_since);
+            let up = requests.links.iter().filter(|link| link.is_up).count();
+            (up, late().count(), late().chain(waiting).min(), requests.are_idle())
+        };
+        let condition = match (why, since) {
+            (Some((since, why)), _) if up == 0 => Condition::Away(since, why.to_owned()),
+            (_, Some(since)) if up > 0 => Condition::Late { since, up, late },
+            _ => Condition::Up(up),
+        };
+        self.shared.set_condition(self.number, condition);
+        if up > 0 && is_idle {
+            self.shared.forget_stall(self.number);
+        }
+    }
+
+    /// Checks if the server is late with requests of a link. Its connection exists since `begun`,
+    /// and has received all bytes that had come. Publishes the condition; the log has a line for
+    /// all connections together. `was_answered`: the link received something since the last check.
+    pub(super) fn check_stalled(&self, index: usize, begun: Instant, was_answered: bool) {
+        let now = self.io.recently();
+        // A request that is sent again has waited for a server that was away, and not for an
+        // answer.
+        let oldest = self.oldest_of(index).map(|since| since.max(begun));
+        let stalled_since = oldest.filter(|since| is_late(*since, now));
+        self.requests.borrow_mut().links[index].stalled_since = stalled_since;
+        self.publish_condition(None);
+        let name = &self.shared.options;
+        match self.shared.check_stalled(self.number, now, was_answered) {
+            Some(Line::Waits(age)) => tracing::warn!(
+                "{name}: the server has not answered an operation for {} s; requests wait for it; \
+                 check the server, its storage and the network",
+                age.as_secs()
+            ),
+            Some(Line::Answers(after)) => {
+                tracing::info!("{name}: the server answers again, after {} s", after.as_secs());
+            }
+            None => {}
+        }
     }
 }
 

@@ -14,7 +14,6 @@ mod first_writes;
 mod job;
 mod quiesce;
 mod removal;
-mod streams;
 
 use std::cell::{Cell, RefCell};
 use std::io;

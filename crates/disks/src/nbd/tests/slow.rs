@@ -9,13 +9,13 @@ use blockio::disk::DiskState;
 use blockio::{DiskOptions, DiskSource, IoThread, Wait};
 
 use super::super::connect::connect;
-use super::super::connection_choice::Handle;
 use super::super::disk::NbdDisk;
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::super::shared::Shared;
 use super::scripted::{Event, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
+use crate::nbd::link::Handle;
 
 const SILENCE: Duration = Duration::from_millis(300);
 

@@ -5,7 +5,6 @@
 //! The image may be malicious. Reads and memory are bounded, no matter which sizes it claims. An
 //! odd image is left as it is and served with its leaked clusters, as its last user served it.
 
-mod bitmaps;
 mod reader;
 pub(crate) mod tables;
 
@@ -15,13 +14,15 @@ use std::time::{Duration, Instant};
 
 use blockio::{DiskSource, Error, Io, IoThread, IoThreadConfig};
 
+use super::bitmaps::{self, LIST_BYTES_MAX};
 use super::counts::{Added, Counts, NO_MEMORY, ODD_TABLE, TOO_MUCH, TooLow};
 use super::header::ImageHeader;
 use super::mark;
 use super::write_order::{FRONT_BYTES, Roots, count_bits};
 use crate::qcow2::consistency::refused;
-pub(crate) use reader::READ_BYTES_MIN;
 use reader::{End, Reader};
+
+pub(crate) use reader::READ_BYTES_MIN;
 
 /// The bounds of a check.
 #[derive(Clone, Copy)]
@@ -420,4 +421,49 @@ fn used_by(entry: u64, cluster_bits: u32) -> Result<Option<Range<u64>>, End> {
         return Err(ODD_ENTRY.into());
     }
     Ok((offset != 0).then(|| offset..offset + (1 << cluster_bits)))
+}
+
+/// The most clusters of bitmaps: a bit usually stands for 64 KiB of the disk.
+const CLUSTERS_MAX: usize = 1 << 20;
+
+/// The flag of an entry without a place: all bits of that part of the bitmap are set.
+const ALL_SET: u64 = 1;
+
+impl Reader<'_> {
+    /// The ranges of the list, the tables and the clusters of all bitmaps.
+    async fn bitmap_ranges(
+        &mut self,
+        list: &Range<u64>,
+        cluster: u64,
+    ) -> Result<Vec<Range<u64>>, End> {
+        self.check(list, cluster)?;
+        if list.end - list.start > LIST_BYTES_MAX {
+            return Err(ODD_TABLE.into());
+        }
+        let content = self.read(list.start, list.end - list.start).await?;
+        let mut used = vec![list.clone()];
+        for bitmap in bitmaps::parse(&content).ok_or(ODD_ENTRY)? {
+            self.check(&bitmap.table, cluster)?;
+            used.push(bitmap.table.clone());
+            let each = |reader: &mut Self, _, entry: u64| {
+                let place = entry & L1_OFFSET;
+                if entry & !(L1_OFFSET | ALL_SET) != 0 || place != 0 && entry & ALL_SET != 0 {
+                    return Err(ODD_ENTRY.into());
+                }
+                if place == 0 {
+                    return Ok(());
+                }
+                let end = place.checked_add(cluster).ok_or(ODD_TABLE)?;
+                reader.check(&(place..end), cluster)?;
+                if used.len() >= CLUSTERS_MAX {
+                    return Err(TOO_MUCH.into());
+                }
+                used.try_reserve(1).map_err(|_| NO_MEMORY)?;
+                used.push(place..end);
+                Ok(())
+            };
+            self.entries(&bitmap.table, each).await?;
+        }
+        Ok(used)
+    }
 }

@@ -1,11 +1,16 @@
-//! The changes of an image, and the number of these in its file.
+//! The changes of an image, the number of these in its file, and sequential writers.
+//!
+//! Clusters ahead of a writer get places together with the requested cluster, in one commit, so
+//! that the next writes go straight to the file. As many bytes get places ahead as the writer has
+//! filled, up to a bound. When a writer ends, at most half of its clusters have no data. They are
+//! zeroes, as before.
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use tokio::sync::Mutex;
 
-use super::streams::Streams;
 use crate::qcow2::consistency::write_order::entries::Entry;
 
 /// The changes of an image since it was opened.
@@ -75,5 +80,94 @@ impl Changes {
     /// True if all changes are in the file.
     pub(super) fn are_committed(&self) -> bool {
         self.committed.get() >= self.made.get()
+    }
+}
+
+/// The most bytes that get places ahead of a writer.
+const AHEAD_BYTES: u64 = 4 << 20;
+
+/// The most writers that are remembered.
+const STREAMS_MAX: usize = 8;
+
+/// The end of the clusters with places, and the number of their bytes.
+struct Stream {
+    end: u64,
+    bytes: u64,
+}
+
+/// The writers of an image. The last one to ask comes first.
+#[derive(Default)]
+pub(super) struct Streams(RefCell<VecDeque<Stream>>);
+
+impl Streams {
+    /// Notes that clusters get places for a write, and returns the end of the clusters that may get
+    /// places with them.
+    pub(super) fn next(&self, clusters: &Range<u64>) -> u64 {
+        let mut streams = self.0.borrow_mut();
+        let found = streams.iter().position(|stream| stream.end == clusters.start);
+        let before = found.and_then(|index| streams.remove(index)).map_or(0, |stream| stream.bytes);
+        let ahead = before.min(AHEAD_BYTES);
+        let end = clusters.end.saturating_add(ahead);
+        streams.push_front(Stream { end, bytes: before + (end - clusters.start) });
+        streams.truncate(STREAMS_MAX);
+        end
+    }
+
+    /// Notes that fewer clusters got places: up to `there`, and not up to `end`.
+    pub(super) fn cut(&self, end: u64, there: u64) {
+        let mut streams = self.0.borrow_mut();
+        if let Some(stream) = streams.iter_mut().find(|stream| stream.end == end) {
+            stream.end = there;
+            stream.bytes = stream.bytes.saturating_sub(end - there);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn the_places_ahead_grow_with_the_filled_clusters_of_a_writer() {
+        let streams = Streams::default();
+        let mut at = 0;
+        for ahead in [0, 1, 3, 4, 4, 4] {
+            // A second writer, far behind it.
+            streams.next(&(at + 900 * MIB..at + 901 * MIB));
+            let end = streams.next(&(at..at + MIB));
+            assert_eq!(end - at - MIB, ahead * MIB);
+            at = end;
+        }
+    }
+
+    #[test]
+    fn a_writer_that_jumps_gets_no_places_ahead() {
+        let streams = Streams::default();
+        for at in [0, 2, 9, 5, 7, 20] {
+            assert_eq!(streams.next(&(at..at + 1)), at + 1);
+        }
+    }
+
+    #[test]
+    fn a_writer_resumes_where_fewer_clusters_got_places() {
+        let streams = Streams::default();
+        streams.next(&(0..10));
+        let end = streams.next(&(10..20));
+        assert_eq!(end, 30);
+        streams.cut(end, 25);
+        assert_eq!(streams.next(&(25..30)), 30 + 25);
+    }
+
+    #[test]
+    fn the_oldest_writer_is_forgotten() {
+        let streams = Streams::default();
+        for writer in 0..=STREAMS_MAX as u64 {
+            streams.next(&(writer * MIB..writer * MIB + 1));
+        }
+        assert_eq!(streams.next(&(1..2)), 2);
+        let last = STREAMS_MAX as u64 * MIB + 1;
+        assert_eq!(streams.next(&(last..last + 1)), last + 2);
     }
 }
