@@ -10,11 +10,10 @@ use blockio::{DiskSource, EngineKind, Io, Remote, oneshot};
 use serde::{Deserialize, Serialize};
 
 use crate::access::DiskAccess;
+use crate::blk::BlkDevice;
 use crate::blk::config::BlkOptions;
-use crate::blk::device::BlkDevice;
 use crate::blk::request::Blk;
-use crate::config_space;
-use crate::device_core::DeviceCore;
+use crate::device_core::{DeviceCore, read_space, writable_parts};
 use crate::events::Events;
 use crate::queue::queue_setup::{QueueSetup, StartError};
 use crate::queue::queue_task::{self, Handler};
@@ -206,7 +205,7 @@ impl Device {
     /// Reads `len` bytes of the configuration space. Bytes beyond its end read as zeroes.
     #[must_use]
     pub fn read_config(&self, offset: usize, len: usize) -> Vec<u8> {
-        config_space::read(&self.config_space(), offset, len)
+        read_space(&self.config_space(), offset, len)
     }
 
     /// Takes a write of the driver to the configuration space.
@@ -233,7 +232,7 @@ impl Device {
             Self::Scsi(_) => &ScsiDevice::WRITABLE_FIELDS,
         };
         let space = self.config_space();
-        let parts = config_space::writable_parts(&space, fields, offset, data)?;
+        let parts = writable_parts(&space, fields, offset, data)?;
         parts.into_iter().try_for_each(|(offset, part)| self.write_config(offset, part))
     }
 

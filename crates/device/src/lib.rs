@@ -12,7 +12,6 @@
 
 pub mod access;
 pub mod blk;
-mod config_space;
 mod device;
 mod device_core;
 mod events;

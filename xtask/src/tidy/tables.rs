@@ -145,7 +145,6 @@ pub(super) const FLOORS: &[Floors] = &[
         folder: "crates/device/src",
         floors: &[
             "unit_address",
-            "config_space",
             "access",
             "events",
             "stats",

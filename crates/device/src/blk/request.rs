@@ -15,10 +15,10 @@ use virtio_bindings::virtio_blk::{
 };
 use virtqueue::Chain;
 
+use super::BlkDevice;
 use super::config::{
     DISCARD_SECTORS_MAX, SECTOR_BYTES, SEGMENTS_MAX, SERIAL_BYTES, WRITE_ZEROES_SECTORS_MAX,
 };
-use super::device::BlkDevice;
 use crate::access::persist::CommandClass;
 use crate::device_core::byte;
 use crate::queue::Queue;

@@ -15,7 +15,7 @@ use virtio_bindings::virtio_scsi::{
 };
 use virtqueue::{Chain, ChainFault};
 
-use super::device::ScsiDevice;
+use super::ScsiDevice;
 use super::units::UnitNexus;
 use crate::access::sense::Sense;
 use crate::access::task_set::{Abort, TaskSelector, Treatment};

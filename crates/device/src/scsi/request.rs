@@ -11,13 +11,12 @@ use virtqueue::Chain;
 
 use super::answer::{Outcome, Request, response_bytes};
 use super::cdb::{Cdb, KEPT_BYTES, Op};
-use super::device::ScsiDevice;
 use super::outcome::{Data, Effect, Failure, Refused, TaskHandle, Transferred, refused};
 use super::request_queue::{LocalUnit, RequestQueue};
 use super::task_wait::DiskTask;
 use super::unit::Unit;
 use super::units::Units;
-use super::{block, inquiry, mode, report, reserve, unmap, verify};
+use super::{ScsiDevice, block, inquiry, mode, report, reserve, unmap, verify};
 use crate::access::sense::Sense;
 use crate::access::task_set::Ended;
 use crate::queue::Queue;
