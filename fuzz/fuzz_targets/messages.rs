@@ -22,7 +22,7 @@ use device::blk::config::BlkOptions;
 use libfuzzer_sys::fuzz_target;
 use ringhaul::ExportLog;
 use ringhaul::control::{Control, ExportSetup};
-use ringhaul::process::memory_limits::MemoryLimits;
+use ringhaul::process::limits::MemoryLimits;
 use ringhaul::socket::Endpoint;
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul::threads::IoThreads;

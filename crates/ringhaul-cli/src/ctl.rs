@@ -5,7 +5,6 @@ mod calls;
 mod completion;
 mod connection;
 mod show;
-mod sockets;
 mod top;
 
 use std::io::{IsTerminal, Write};
@@ -18,9 +17,8 @@ use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 
 pub(crate) use args::{CtlArgs, CtlCommand};
-use connection::{Connection, Refusal};
+use connection::{Connection, Refusal, find_control_socket};
 use show::Form;
-use sockets::find_control_socket;
 
 /// The daemon refused the command, or the command failed.
 const EXIT_REFUSED: u8 = 1;

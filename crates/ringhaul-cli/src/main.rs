@@ -197,8 +197,7 @@ fn main() -> ExitCode {
         return ExitCode::from(EXIT_USAGE);
     }
     // A guest or a benchmark may exceed the limit on the size of files.
-    let survives =
-        ringhaul::process::file_limits::survive_size_limit().context("cannot ignore SIGXFSZ");
+    let survives = ringhaul::process::limits::survive_size_limit().context("cannot ignore SIGXFSZ");
     let result = survives.and_then(|()| match cli.command {
         Command::Serve(args) => ringhaul::serve::run(&args, config),
         Command::Check { file, options } => check(&file, options),

@@ -10,7 +10,6 @@ mod connection;
 mod message;
 mod methods;
 mod schema;
-mod unique_keys;
 
 use std::io::{self, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};

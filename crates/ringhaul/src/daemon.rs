@@ -30,7 +30,7 @@ use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
-use crate::process::memory_limits::MemoryLimits;
+use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::spec::command::{Command, CommandError, NewSize, Reply, StatsReader};
 use crate::spec::lease_id::lease_id;

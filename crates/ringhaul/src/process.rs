@@ -1,7 +1,6 @@
 //! The process: its version, limits, descriptors, and the service manager.
 
-pub mod file_limits;
-pub mod memory_limits;
+pub mod limits;
 pub(crate) mod service_manager;
 
 use std::fmt::Write as _;

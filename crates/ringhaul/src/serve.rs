@@ -47,7 +47,7 @@ const EXIT_THREAD_FAILED: u8 = 4;
 /// When the daemon cannot start: the caller exits with status 2.
 pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     // Before another process hands over more descriptors than the present limit allows.
-    crate::process::file_limits::raise();
+    crate::process::limits::raise_file_limit();
     match &args.takeover {
         None => begin(args, config),
         Some(socket) => {

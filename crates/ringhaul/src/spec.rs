@@ -1,7 +1,6 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
 pub mod command;
-pub(crate) mod disk_names;
 pub(crate) mod identity;
 pub(crate) mod lease_id;
 pub mod qos;
@@ -11,21 +10,23 @@ pub mod stats;
 pub mod status;
 pub mod switches;
 mod unit;
-mod validation;
-mod values;
+pub(crate) mod values;
 
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
+use blockio::disk::check_logical_block;
+use blockio::{DiskOptions, DiskSource};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::config::REQUEST_QUEUES_MAX;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use disks::DiskSpec;
 use qos::{LimitSpec, OnError, QosChange, QosSpec};
 use switches::RUN_MAX;
+
+pub use disks::DiskSpec;
 pub(crate) use unit::check_apart;
 pub use unit::{LikeDisk, StopRule, UnitNames, UnitPlace, UnitSettings, UnitSpec};
 pub(crate) use values::check_text;
@@ -340,6 +341,43 @@ pub(crate) fn check_queue_size(size: u16) -> Result<()> {
     Ok(())
 }
 
+impl ExportSpec {
+    /// Checks the name and the socket of the export, the logical blocks of all disks, and the sizes
+    /// of null disks.
+    ///
+    /// # Errors
+    ///
+    /// When one is invalid.
+    fn check_names_and_sizes(&self) -> Result<()> {
+        if let Some(name) = &self.name {
+            check_name(name).context("the name of an export")?;
+        }
+        if matches!(&self.endpoint, EndpointSpec::Path(path) if path.as_os_str().is_empty()) {
+            bail!("the path of its socket is empty; give the path of a new socket");
+        }
+        let usual = self.settings.logical_block_bytes;
+        let units = match &self.device {
+            DeviceSpec::Blk(disk) => return check(disk, usual),
+            DeviceSpec::Scsi(units) => units,
+        };
+        units.iter().try_for_each(|unit| {
+            let checked = check(&unit.disk, unit.settings.logical_block_bytes.or(usual));
+            checked.with_context(|| format!("unit {}", unit.place()))
+        })
+    }
+}
+
+fn check(disk: &DiskSpec, logical_block_bytes: Option<u32>) -> Result<()> {
+    if let Some(bytes) = logical_block_bytes {
+        check_logical_block(bytes)?;
+    }
+    if let DiskSpec::Null { size_bytes } = disk {
+        let options = DiskOptions { logical_block_bytes, ..DiskOptions::default() };
+        DiskSource::null(*size_bytes, &options)?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -444,5 +482,33 @@ mod tests {
         let again = serde_json::to_string(&spec).unwrap();
         assert_eq!(serde_json::from_str::<ExportSpec>(&again).unwrap(), spec);
         assert!(serde_json::from_str::<ExportSpec>(r#"{"endpoint": {"fd": 3}}"#).is_err());
+    }
+}
+
+#[cfg(test)]
+mod validation_tests {
+    use super::*;
+
+    #[test]
+    fn blocks_and_disks_of_impossible_sizes_are_refused() {
+        for (device, expected) in [
+            (r#"{"blk": {"null": {"size-bytes": 4096}}}"#, None),
+            (r#"{"blk": {"null": {"size-bytes": 512}}}"#, Some("a disk of 512 bytes")),
+            (r#"{"scsi": [{"lun": 1, "disk": "null:0"}]}"#, Some("unit 0:1: a disk of 0 bytes")),
+            (
+                r#"{"scsi": [{"lun": 1, "disk": "/a", "settings": {"logical-block-bytes": 3}}]}"#,
+                Some("unit 0:1: a logical block of 3 bytes"),
+            ),
+        ] {
+            let rest = r#""endpoint": {"path": "/s"}, "logical-block-bytes": 4096"#;
+            let text = format!(r#"{{"device": {device}, {rest}}}"#);
+            let export: ExportSpec = serde_json::from_str(&text).unwrap();
+            let error = export.check(1).err().map(|error| format!("{error:#}"));
+            let is_right = match (&error, expected) {
+                (Some(error), Some(expected)) => error.contains(expected),
+                (error, expected) => error.is_none() && expected.is_none(),
+            };
+            assert!(is_right, "{device}: {error:?}");
+        }
     }
 }

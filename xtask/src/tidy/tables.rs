@@ -65,7 +65,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/virtqueue/src/rings.rs", "split rings in guest memory"),
     ("crates/device/src/queue/call_watch.rs", "a signal to one thread, and its handler"),
     ("crates/device/src/queue/eventfd.rs", "system calls of Linux AIO, which adds to an eventfd"),
-    ("crates/ringhaul/src/process/file_limits.rs", "ignores a signal"),
+    ("crates/ringhaul/src/process/limits.rs", "ignores a signal"),
     (
         "crates/ringhaul/src/socket/permissions.rs",
         "asks the C library, which knows where groups are listed",

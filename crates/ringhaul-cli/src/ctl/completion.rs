@@ -7,8 +7,7 @@ use std::time::Duration;
 use clap_complete::CompletionCandidate;
 use serde_json::json;
 
-use super::connection::Connection;
-use super::sockets::find_control_socket;
+use super::connection::{Connection, find_control_socket};
 
 /// The limit on the wait for the names, because the shell waits.
 const NAMES_LIMIT: Duration = Duration::from_secs(1);

@@ -23,7 +23,7 @@ use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
-use crate::process::memory_limits::MemoryLimits;
+use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::socket::peer::Peer;
 use crate::spec::ExportSpec;

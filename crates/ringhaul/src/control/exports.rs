@@ -20,7 +20,7 @@ use super::order::{Alarm, Answered, ExportSetup, OrderKind, ResizingDisk, Watche
 use super::stages::Stages;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
-use crate::process::file_limits;
+use crate::process::limits;
 use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportState, ExportStatus};
 use crate::spec::stats::ExportStats;
@@ -291,7 +291,7 @@ impl Exports {
     /// Gives each export its share of the descriptors that this process may have open.
     fn share_descriptors(&self) {
         let of_front_ends = self.list.iter().map(Export::descriptors).sum();
-        let share = file_limits::share(self.list.len(), of_front_ends);
+        let share = limits::descriptor_share(self.list.len(), of_front_ends);
         self.list.iter().for_each(|export| export.set_descriptors_max(share));
     }
 

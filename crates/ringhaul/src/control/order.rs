@@ -13,7 +13,7 @@ use rustix::fd::OwnedFd;
 
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
-use crate::process::memory_limits::MemoryLimits;
+use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::spec::command::CommandError;
 use crate::spec::qos::LimitGroups;

@@ -15,11 +15,10 @@ use device::{Device, Events};
 
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
-use crate::spec::disk_names;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames, UnitPlace,
-    UnitSpec,
+    UnitSpec, values,
 };
 
 /// The version in at most 4 bytes, for INQUIRY.
@@ -67,7 +66,7 @@ impl ExportSpec {
             DeviceSpec::Blk(spec) => {
                 let disk = disks.first().context("virtio-blk without a disk")?;
                 let source = disk.source.clone();
-                let default_serial = || disk_names::serial(source.identity());
+                let default_serial = || values::default_serial(source.identity());
                 let options = BlkOptions {
                     serial: settings.serial.clone().unwrap_or_else(default_serial),
                     num_queues: settings.num_queues.unwrap_or(QUEUES_MAX),
@@ -188,13 +187,13 @@ impl UnitSpec {
             revision: text(&own.revision, revision),
             identifiers,
             obeys_stop: own.stop == Some(StopRule::Obey),
-            serial: own.serial.clone().unwrap_or_else(|| disk_names::serial(&identity)),
-            naa: own.wwn.map_or_else(|| disk_names::naa(&identity), |wwn| wwn.0),
+            serial: own.serial.clone().unwrap_or_else(|| values::default_serial(&identity)),
+            naa: own.wwn.map_or_else(|| values::default_naa(&identity), |wwn| wwn.0),
             rotational: own.rotational.unwrap_or_else(|| disk.source.is_rotational()),
             discard: self.discard(disk)?,
             write_cache: disk.cache.has_write_cache(),
             access,
-            port: disk_names::naa(&path),
+            port: values::default_naa(&path),
         })
     }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use iomem::fits;
 
-use crate::spec::disk_names::hash;
+use super::values::hash;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec, UnitPlace};
 
 impl ExportSpec {

@@ -1,7 +1,10 @@
-//! Settings that have few values, or a form of their own.
+//! Settings that have few values, or a form of their own, and names that are derived from the
+//! identity of a disk without revealing it.
 
 use anyhow::{Result, bail};
 use clap::ValueEnum;
+use device::blk::config::SERIAL_BYTES;
+use iomem::fits;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -72,4 +75,56 @@ pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
         bail!("it must be at most {bytes} bytes of printable ASCII");
     }
     Ok(())
+}
+
+/// Digits of base 32.
+const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHIJKLMNOPQRSTUV";
+
+/// Derives a serial number from the identity of a disk, without revealing it.
+pub(crate) fn default_serial(identity: &str) -> String {
+    if identity.is_empty() {
+        return "null".to_owned();
+    }
+    // 100 bits as base-32 digits.
+    let hash = hash(identity);
+    let digit = |place: usize| {
+        let value: usize = fits(hash >> (128 - 5 * (place + 1)) & 31, "five bits");
+        char::from(DIGITS[value])
+    };
+    (0..SERIAL_BYTES).map(digit).collect()
+}
+
+/// Derives an NAA identifier from the identity of a disk: locally assigned, 60 bits (SPC-5, section
+/// 7.7.6.6.4).
+pub(crate) fn default_naa(identity: &str) -> [u8; 8] {
+    let bits: u64 = fits(hash(identity) >> 68, "60 bits");
+    (3 << 60 | bits).to_be_bytes()
+}
+
+/// Computes the 128-bit FNV-1a hash.
+pub(crate) fn hash(identity: &str) -> u128 {
+    identity.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
+        (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn serials_are_full_printable_and_apart() {
+        let of = |inode: u32| default_serial(&format!("file system [1, 2], inode {inode}"));
+        let serials: std::collections::BTreeSet<_> = (0..10_000).map(of).collect();
+        assert_eq!(serials.len(), 10_000);
+        for serial in serials {
+            assert_eq!(serial.len(), SERIAL_BYTES);
+            assert!(serial.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{serial}");
+        }
+        // Guests must see the same serial number in every version.
+        assert_eq!(of(7), "55IN9JE2M4HQD2IQ9FGO");
+        assert_eq!(default_serial(""), "null");
+        assert_eq!(default_naa("file system [1, 2], inode 7")[0] >> 4, 3);
+        assert_ne!(default_naa("a"), default_naa("b"));
+    }
 }
