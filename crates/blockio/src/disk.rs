@@ -8,7 +8,7 @@ pub(crate) mod driver;
 pub mod engine_trial;
 pub(crate) mod file;
 mod folder;
-pub(crate) mod foreign;
+mod foreign;
 pub mod hand_over;
 mod info;
 mod properties;
@@ -34,10 +34,9 @@ use driver::{Driver, FilePosition, Request, Route};
 use file::FileDisk;
 pub use file::size_probe::SizeProbe;
 pub use folder::Folder;
-pub use foreign::format_warning;
 pub use info::{
     Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
-    TransferError, WaitTimes, check_logical_block,
+    TransferError, WaitTimes,
 };
 pub use qos::LimitGroup;
 use qos::Shared;

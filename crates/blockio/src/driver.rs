@@ -38,16 +38,14 @@ use iomem::Buffers;
 
 use crate::clock::LoopClock;
 pub use crate::disk::driver::{Driver, FilePosition, Request};
-pub use crate::disk::file::source::FileSource;
-pub use crate::disk::foreign::not_qcow2;
-pub use crate::disk::source::{DriverSource, Opened};
-pub use crate::engine::kernel::{Interest, start_thread};
+pub use crate::disk::source::DriverSource;
+pub use crate::engine::kernel::Interest;
 pub use crate::executor::task::Owner;
 pub use crate::op::bounce::BounceShare;
 pub use crate::thread::foreign_op::{ForeignCompleter, ForeignOp};
 use crate::thread::io::Io;
 pub use crate::thread::io::TaskRef;
-pub use crate::watchdog::{LATE, Line, RateLimit, StallLog, is_late};
+pub use crate::watchdog::{Line, RateLimit, StallLog};
 
 impl Io {
     /// The memory for data that the disk cannot take as it is. All requests of the IoThread to

@@ -4,15 +4,8 @@ pub(crate) mod stalled_ops;
 
 use std::time::{Duration, Instant};
 
-/// The age from which an unanswered operation is late.
-pub const LATE: Duration = Duration::from_secs(5);
 /// The time between two reports that there is still no answer.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-
-/// Returns true if an operation that began at `since` and has not ended is late.
-pub fn is_late(since: Instant, now: Instant) -> bool {
-    now.saturating_duration_since(since) >= LATE
-}
 
 /// The reports about one file, server or cluster.
 #[derive(Debug, Default)]
@@ -35,8 +28,16 @@ pub enum Line {
 }
 
 impl StallLog {
+    /// The age from which an unanswered operation is late.
+    pub const LATE: Duration = Duration::from_secs(5);
+
+    /// Returns true if an operation that began at `since` and has not ended is late.
+    pub fn is_late(since: Instant, now: Instant) -> bool {
+        now.saturating_duration_since(since) >= Self::LATE
+    }
+
     /// Returns the line that is due now: one at first, then one a minute, and one at the end.
-    /// `late`: the start of the oldest operation that [is late](is_late).
+    /// `late`: the start of the oldest operation that [is late](Self::is_late).
     pub fn next_line(&mut self, now: Instant, late: Option<Instant>) -> Option<Line> {
         let age = |since| now.saturating_duration_since(since);
         let Some(oldest) = late else {
@@ -101,7 +102,7 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let next = |log: &mut StallLog, second, since: u64| {
-            let late = Some(at(since)).filter(|since| is_late(*since, at(second)));
+            let late = Some(at(since)).filter(|since| StallLog::is_late(*since, at(second)));
             log.next_line(at(second), late)
         };
         let (waits, answers) = (

@@ -23,7 +23,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::{Abilities, DiskInfo, Extent, Link, Placement, SizeProbe, TransferError};
-use blockio::driver::{BounceShare, Driver, DriverSource, Opened, Request};
+use blockio::driver::{BounceShare, Driver, DriverSource, Request};
 use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
@@ -213,11 +213,11 @@ impl DriverSource for LuksSource {
         })
     }
 
-    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<DiskSource>, Error> {
         let Self { info, discard, .. } = *self;
         Ok(self.below.reopen_for_probe()?.map(|below| {
             let source = Self { info, below, volume: Arc::clone(&self.volume), discard };
-            (info, Arc::new(source) as Arc<dyn DriverSource>)
+            DiskSource::from_driver(info, Arc::new(source))
         }))
     }
 

@@ -44,7 +44,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe, check_logical_block};
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource};
 use blockio::{
     DiskOptions, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, Remote,
@@ -107,7 +107,8 @@ fn info(facts: &Facts, options: &DiskOptions) -> Result<DiskInfo, String> {
     }
     let least = facts.block_bytes_min.max(512);
     let logical = options.logical_block_bytes.unwrap_or(least);
-    let logical_block_bytes = check_logical_block(logical).map_err(|error| error.to_string())?;
+    let logical_block_bytes =
+        DiskOptions::check_logical_block(logical).map_err(|error| error.to_string())?;
     if logical_block_bytes < least {
         return Err(format!(
             "the server takes blocks of at least {least} bytes, and the logical block has \

@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe};
-use blockio::driver::{Driver, DriverSource, Opened};
+use blockio::driver::{Driver, DriverSource};
 use blockio::executor::Lock;
 use blockio::{DiskSource, EngineKind, Error, Io};
 
@@ -273,7 +273,7 @@ impl DriverSource for Qcow2Source {
         Box::new(Qcow2Disk::new(&self.image, io, engine))
     }
 
-    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<DiskSource>, Error> {
         if !self.is_deferred {
             return Ok(None);
         }
@@ -282,7 +282,7 @@ impl DriverSource for Qcow2Source {
             Ok(Layer { source, header: header.clone() })
         });
         let (info, source) = open_image(layers.collect::<Result<_, Error>>()?, false)?;
-        Ok(Some((info, Arc::new(source))))
+        Ok(Some(DiskSource::from_driver(info, Arc::new(source))))
     }
 
     fn chain(&self) -> Vec<Link> {

@@ -16,7 +16,6 @@ use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
-use blockio::disk::check_logical_block;
 use blockio::{DiskOptions, DiskSource};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use device::scsi::config::REQUEST_QUEUES_MAX;
@@ -369,7 +368,7 @@ impl ExportSpec {
 
 fn check(disk: &DiskSpec, logical_block_bytes: Option<u32>) -> Result<()> {
     if let Some(bytes) = logical_block_bytes {
-        check_logical_block(bytes)?;
+        DiskOptions::check_logical_block(bytes)?;
     }
     if let DiskSpec::Null { size_bytes } = disk {
         let options = DiskOptions { logical_block_bytes, ..DiskOptions::default() };

@@ -76,7 +76,7 @@ pub(super) fn wrong_size(file: impl AsFd + Copy, size_bytes: u64) -> Option<Stri
 
 /// The reason why a disk without a qcow2 image is refused. It may have an image of another
 /// `format`.
-pub fn not_qcow2(format: Option<&str>) -> String {
+pub(super) fn not_qcow2(format: Option<&str>) -> String {
     match format {
         Some(format) => format!(
             "it is not a qcow2 image but has the header of a {format} image; convert it with \
@@ -92,8 +92,7 @@ pub fn not_qcow2(format: Option<&str>) -> String {
 
 /// The warning about the file or device at `path`, which is not opened as a disk. `None` if it has
 /// no such header, or cannot be read.
-#[must_use]
-pub fn format_warning(path: &Path) -> Option<String> {
+pub(super) fn format_warning(path: &Path) -> Option<String> {
     let mut options = File::options();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     format_of_file(&file).map(warning)

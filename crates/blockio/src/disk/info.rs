@@ -226,17 +226,19 @@ impl From<TransferError> for io::Error {
     }
 }
 
-/// Checks the size of a logical block in bytes, and returns it.
-///
-/// # Errors
-///
-/// If it is no power of two from 512 to 65,536.
-pub fn check_logical_block(bytes: u32) -> Result<u32, Error> {
-    if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
-        return Ok(bytes);
+impl DiskOptions {
+    /// Checks the size of a logical block in bytes, and returns it.
+    ///
+    /// # Errors
+    ///
+    /// If it is no power of two from 512 to 65,536.
+    pub fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+        if bytes.is_power_of_two() && (512..=65_536).contains(&bytes) {
+            return Ok(bytes);
+        }
+        Err(Error::Options(format!(
+            "a logical block of {bytes} bytes is not possible: it must be a power of two from 512 \
+             to 65536"
+        )))
     }
-    Err(Error::Options(format!(
-        "a logical block of {bytes} bytes is not possible: it must be a power of two from 512 to \
-         65536"
-    )))
 }

@@ -1,11 +1,12 @@
 //! Properties of an open disk, of any kind.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
-use super::foreign::{BYTES, format_of, format_of_file, warning};
+use super::foreign::{self, BYTES, format_of, format_of_file, warning};
 use super::info::{Abilities, DiskInfo, DiskState, Link, Placement, WaitTimes};
 use super::qos::error_policy::{ErrorPolicy, WaitReason};
 use super::qos::limits::Limits;
@@ -313,11 +314,11 @@ impl DiskSource {
     }
 
     /// The file or block device under all layers.
-    pub fn local(&self) -> Option<&FileSource> {
+    pub(crate) fn local(&self) -> Option<&FileSource> {
         match &self.kind {
             SourceKind::File(source) => Some(source),
             SourceKind::Null => None,
-            SourceKind::Driver(source) => source.local(),
+            SourceKind::Driver(source) => source.below()?.local(),
         }
     }
 }
@@ -330,8 +331,8 @@ impl DiskSource {
         match &self.kind {
             SourceKind::File(source) => format_of_file(source.file.as_ref()),
             SourceKind::Null => None,
-            SourceKind::Driver(source) => {
-                source.local()?;
+            SourceKind::Driver(_) => {
+                self.local()?;
                 self.format_of_content()
             }
         }
@@ -347,6 +348,19 @@ impl DiskSource {
             Some(read.ok()?.to_vec())
         };
         format_of(&read(0)?, &read(size - block).unwrap_or_default())
+    }
+
+    /// The reason why the disk is refused as a qcow2 image. It may have an image of another format.
+    #[must_use]
+    pub fn not_qcow2(&self) -> String {
+        foreign::not_qcow2(self.foreign_format())
+    }
+
+    /// The warning about the file or device at `path`, which is not opened as a disk. `None` if it
+    /// has no header of an image, or cannot be read.
+    #[must_use]
+    pub fn format_warning(path: &Path) -> Option<String> {
+        foreign::format_warning(path)
     }
 
     /// Marks the disk as used without a format. If it has the [header](Self::foreign_format) of an
@@ -370,7 +384,7 @@ impl DiskSource {
 mod tests {
     use std::os::unix::fs::FileExt as _;
 
-    use super::super::{DiskOptions, DiskSource, format_warning};
+    use super::super::{DiskOptions, DiskSource};
 
     /// Front of a VHD image.
     const VHD: &[u8] = b"conectix";
@@ -401,10 +415,10 @@ mod tests {
                 assert!(source.clone().warning().unwrap().contains("header of a VHD image"));
                 file.as_file().write_all_at(&[0; 8], bytes - 512).unwrap();
             }
-            let all = format_warning(file.path());
+            let all = DiskSource::format_warning(file.path());
             assert_eq!(all, None);
             file.as_file().write_all_at(b"QFI\xfb\0\0\0\x03", 0).unwrap();
-            let warning = format_warning(file.path()).unwrap();
+            let warning = DiskSource::format_warning(file.path()).unwrap();
             assert!(warning.contains("a qcow2 image") && warning.contains("qcow2:PATH"));
         }
     }

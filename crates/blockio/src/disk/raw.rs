@@ -9,7 +9,7 @@ use iomem::Buffers;
 use super::driver::{Driver, FilePosition, Request};
 use super::file::size_probe::SizeProbe;
 use super::info::{Abilities, DiskInfo, Extent, Link, Placement, TransferError};
-use super::source::{DriverSource, Opened};
+use super::source::DriverSource;
 use super::{Disk, DiskSource};
 use crate::config::EngineKind;
 use crate::error::Error;
@@ -29,26 +29,23 @@ impl DiskSource {
         offset_bytes: u64,
         size_bytes: Option<u64>,
     ) -> Result<Self, Error> {
-        let (info, source) = open(below, offset_bytes, size_bytes)?;
-        Ok(Self::from_driver(info, source))
+        let info = below.info();
+        let part = Part { offset_bytes, size_bytes, block: info.logical_block_bytes };
+        let of_part =
+            part.size_within(info.size_bytes).map_err(|reason| refused(&below, reason))?;
+        let identity = part.identity(below.identity());
+        let physical_fits = offset_bytes.is_multiple_of(info.physical_block_bytes.into());
+        let info = DiskInfo {
+            size_bytes: of_part,
+            physical_block_bytes: match physical_fits {
+                true => info.physical_block_bytes,
+                false => info.logical_block_bytes,
+            },
+            ..info
+        };
+        let source = RawSource { below, part, identity };
+        Ok(Self::from_driver(info, Arc::new(source)))
     }
-}
-
-fn open(below: DiskSource, offset_bytes: u64, size_bytes: Option<u64>) -> Result<Opened, Error> {
-    let info = below.info();
-    let part = Part { offset_bytes, size_bytes, block: info.logical_block_bytes };
-    let of_part = part.size_within(info.size_bytes).map_err(|reason| refused(&below, reason))?;
-    let identity = part.identity(below.identity());
-    let physical_fits = offset_bytes.is_multiple_of(info.physical_block_bytes.into());
-    let info = DiskInfo {
-        size_bytes: of_part,
-        physical_block_bytes: match physical_fits {
-            true => info.physical_block_bytes,
-            false => info.logical_block_bytes,
-        },
-        ..info
-    };
-    Ok((info, Arc::new(RawSource { below, part, identity })))
 }
 
 fn refused(below: &DiskSource, reason: String) -> Error {
@@ -119,10 +116,10 @@ impl DriverSource for RawSource {
         Box::new(RawDisk { below, offset_bytes: self.part.offset_bytes })
     }
 
-    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<DiskSource>, Error> {
         let Part { offset_bytes, size_bytes, .. } = self.part;
         let below = self.below.reopen_for_probe()?;
-        below.map(|below| open(below, offset_bytes, size_bytes)).transpose()
+        below.map(|below| DiskSource::raw(below, offset_bytes, size_bytes)).transpose()
     }
 
     fn chain(&self) -> Vec<Link> {

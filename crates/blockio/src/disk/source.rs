@@ -8,9 +8,7 @@ use std::sync::Arc;
 use super::driver::Driver;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
-use super::info::{
-    Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement, check_logical_block,
-};
+use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement};
 use super::qos::Shared;
 use crate::config::EngineKind;
 use crate::error::Error;
@@ -78,9 +76,7 @@ impl DiskSource {
     ///
     /// If the disk cannot be opened again.
     pub fn reopen_for_probe(&self) -> Result<Option<Self>, Error> {
-        let Some(source) = self.driver() else { return Ok(None) };
-        let opened = source.reopen_for_probe()?;
-        Ok(opened.map(|(info, source)| Self::from_driver(info, source)))
+        self.driver().map_or(Ok(None), DriverSource::reopen_for_probe)
     }
 
     /// Returns the same disk, read-only.
@@ -219,7 +215,8 @@ impl DiskSource {
 
 /// The properties of a null disk of this size.
 fn null_info(size_bytes: u64, options: &DiskOptions) -> Result<DiskInfo, Error> {
-    let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+    let logical_block_bytes =
+        DiskOptions::check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
     check_null_size(size_bytes, logical_block_bytes)?;
     Ok(DiskInfo {
         size_bytes,
@@ -241,9 +238,6 @@ fn check_null_size(size_bytes: u64, logical_block_bytes: u32) -> Result<(), Erro
     Ok(())
 }
 
-/// The properties of a disk of another kind at open, and its source.
-pub type Opened = (DiskInfo, Arc<dyn DriverSource>);
-
 /// An open disk of another kind, for all threads. Its methods are called by threads that may wait,
 /// except for methods that only report known facts.
 pub trait DriverSource: fmt::Debug + Send + Sync {
@@ -259,7 +253,7 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
 
     /// Opens the disk again for a probe, if this one reads the disk below only at its first
     /// request: the content below may change between the probe and that request.
-    fn reopen_for_probe(&self) -> Result<Option<Opened>, Error> {
+    fn reopen_for_probe(&self) -> Result<Option<DiskSource>, Error> {
         Ok(None)
     }
 
@@ -287,14 +281,9 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The file or block device at the bottom, if there is one in this process.
-    fn local(&self) -> Option<&FileSource> {
-        self.below()?.local()
-    }
-
     /// See [`DiskSource::is_exclusive`](super::DiskSource::is_exclusive).
     fn is_exclusive(&self) -> bool {
-        self.local().is_some_and(|file| file.is_exclusive)
+        self.below().and_then(DiskSource::local).is_some_and(|file| file.is_exclusive)
     }
 
     /// The state of the disk.
@@ -376,7 +365,7 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
     /// Returns true if [`set_size`](Self::set_size) ends at once, so that an IoThread may call it:
     /// it waits for no server and for no cluster.
     fn sets_size_at_once(&self) -> bool {
-        self.local().is_some()
+        self.below().is_some_and(DiskSource::has_engine)
     }
 
     /// See [`DiskSource::adopt_size`](super::DiskSource::adopt_size).

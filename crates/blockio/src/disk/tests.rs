@@ -5,11 +5,9 @@ use crate::config::{BounceConfig, EngineConfig, EngineKind, EngineOptions, IoThr
 use crate::disk::file::partial_blocks::Blocks;
 use crate::disk::file::source::FileSource;
 use crate::thread::IoThread;
-use iomem::Buffers;
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Arc;
 use tempfile::NamedTempFile;
 
 mod parts;

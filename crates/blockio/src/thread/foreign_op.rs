@@ -38,12 +38,13 @@ impl Io {
         (ForeignOp { io: Rc::clone(self), slot: Some(slot) }, completer)
     }
 
-    /// Starts a thread for work that may block and completes a foreign op in the end.
+    /// Starts a thread for work that may block, such as work that completes a foreign op in the
+    /// end.
     ///
     /// # Errors
     ///
     /// If no thread can be started.
-    pub fn start_thread(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         start_thread(name, Box::new(work))
     }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Line, StallLog, is_late};
+use super::{Line, StallLog};
 use crate::op::{OpKind, OpenFile, Slots};
 use crate::stats::Stats;
 
@@ -78,10 +78,10 @@ impl StalledOps {
         let disks = &mut *self.disks.borrow_mut();
         disks.iter_mut().for_each(|disk| disk.is_found = false);
         for (file, kind, submitted) in slots.submitted() {
-            if !is_late(submitted, now) {
+            if !StallLog::is_late(submitted, now) {
                 continue;
             }
-            if !is_late(submitted, before) {
+            if !StallLog::is_late(submitted, before) {
                 stats.late.add(1);
             }
             note_late(disks, file, kind, submitted);

@@ -98,7 +98,7 @@ pub(super) async fn reserve_out(
         drop(unit);
         completer.complete(Ok(0));
     };
-    if io.start_thread("ringhaul-reserve", carry_out).is_err() {
+    if Io::start_thread("ringhaul-reserve", carry_out).is_err() {
         // The completer was dropped with the closure, which was never called.
         return Err(Failure::Busy);
     }

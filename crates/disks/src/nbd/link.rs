@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockio::driver::{Interest, LATE, Line, is_late};
+use blockio::driver::{Interest, Line, StallLog};
 use blockio::executor::Lock;
 use blockio::{Io, Remote, clock};
 
@@ -156,7 +156,7 @@ impl Broken {
 impl Pipe {
     /// The longest time of a request.
     pub(super) fn deadline(&self) -> Option<Duration> {
-        let late = self.is_unneeded().then_some(LATE);
+        let late = self.is_unneeded().then_some(StallLog::LATE);
         self.shared.options.deadline.into_iter().chain(late).min()
     }
 
@@ -192,7 +192,7 @@ impl Pipe {
             *sent.lock() = Some(made);
             remote.post(move |io| io.wake(task));
         };
-        if let Err(error) = self.io.start_thread("nbd-connect", work) {
+        if let Err(error) = Io::start_thread("nbd-connect", work) {
             return Some(Err(format!("cannot start the thread that connects: {error}")));
         }
         let mut tick: Option<Instant> = None;
@@ -411,7 +411,7 @@ impl Pipe {
     /// Publishes the condition of the connections.
     pub(super) fn publish_condition(&self, why: Option<(Instant, &str)>) {
         let now = self.io.recently();
-        let waiting = self.oldest_waiting().filter(|since| is_late(*since, now));
+        let waiting = self.oldest_waiting().filter(|since| StallLog::is_late(*since, now));
         let (up, late, since, is_idle) = {
             let requests = self.requests.borrow();
             let late = || requests.links.iter().filter_map(|link| link.stalled_since);
@@ -437,7 +437,7 @@ impl Pipe {
         // A request that is sent again has waited for a server that was away, and not for an
         // answer.
         let oldest = self.oldest_of(index).map(|since| since.max(begun));
-        let stalled_since = oldest.filter(|since| is_late(*since, now));
+        let stalled_since = oldest.filter(|since| StallLog::is_late(*since, now));
         self.requests.borrow_mut().links[index].stalled_since = stalled_since;
         self.publish_condition(None);
         let name = &self.shared.options;

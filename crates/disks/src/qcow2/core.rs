@@ -3,7 +3,6 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 
-use blockio::driver::not_qcow2;
 use blockio::executor::Lock;
 use blockio::{DiskSource, Error, IoThread, IoThreadConfig, Remote};
 
@@ -31,7 +30,7 @@ impl Layer {
     /// If the source holds no qcow2 image, or one that cannot be used.
     pub fn qcow2(source: DiskSource) -> Result<Self, Error> {
         let Some(header) = image_header(&source)? else {
-            return Err(refused(&source, not_qcow2(source.foreign_format())));
+            return Err(refused(&source, source.not_qcow2()));
         };
         let info = source.info();
         let checked = header.check(info.read_only, info.logical_block_bytes);

@@ -22,7 +22,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockio::driver::{ForeignCompleter, RateLimit, start_thread};
+use blockio::driver::{ForeignCompleter, RateLimit};
 use blockio::executor::Lock;
 use blockio::{EngineKind, Error, Io, IoThread, IoThreadConfig, Remote, oneshot};
 use imago::{Mapping, StorageExt};
@@ -48,11 +48,11 @@ pub(super) fn start(core: &Arc<Core>) -> Result<(Remote, oneshot::Receiver<()>),
     let (answer, pending) = oneshot::channel();
     let (end, ended) = oneshot::channel();
     let core = Arc::clone(core);
-    let run = Box::new(move || {
+    let run = move || {
         run_owner(core, answer);
         end.send(());
-    });
-    start_thread("qcow2", run)
+    };
+    Io::start_thread("qcow2", run)
         .map_err(|error| Error::System { action: "start the thread of an image", error })?;
     let gone = || Error::Options("the thread of an image has ended".to_owned());
     let owner = pending.wait().ok_or_else(gone)??;

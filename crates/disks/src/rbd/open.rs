@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use blockio::disk::{DiskInfo, check_logical_block};
+use blockio::disk::DiskInfo;
 use blockio::file::open_regular;
 use blockio::{DiskOptions, Error};
 
@@ -47,7 +47,8 @@ pub(super) fn open(
     options: &DiskOptions,
 ) -> Result<(Image, DiskInfo, ImageProperties), Error> {
     let refused = |reason| Error::Disk { disk: format!("rbd {name}"), reason };
-    let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
+    let logical_block_bytes =
+        DiskOptions::check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
     if name.snapshot.is_some() && !options.read_only {
         return Err(refused("a snapshot can only be read; open it read-only".to_owned()));
     }

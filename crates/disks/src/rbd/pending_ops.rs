@@ -4,7 +4,7 @@ use std::io;
 use std::time::Instant;
 
 use blockio::clock;
-use blockio::driver::{ForeignCompleter, is_late};
+use blockio::driver::{ForeignCompleter, StallLog};
 use blockio::executor::Lock;
 
 /// The operations of one image, of all threads.
@@ -112,7 +112,7 @@ impl State {
     fn away(&self) -> Option<AwayState> {
         let since = self.ops.iter().flatten().map(|op| op.since).min()?;
         let ops = self.ops.iter().flatten().count();
-        is_late(since, clock::now()).then_some(AwayState { since, ops })
+        StallLog::is_late(since, clock::now()).then_some(AwayState { since, ops })
     }
 }
 
@@ -123,7 +123,6 @@ fn failed() -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use blockio::driver::LATE;
     use blockio::{Activity, IoThread, IoThreadConfig, Wait};
     use iomem::Buffers;
 
@@ -152,7 +151,7 @@ mod tests {
         assert_eq!(thread.block_on(first).unwrap().result.unwrap(), 512);
         let (last, number) = begin();
         assert_eq!(number, Some(0));
-        let old = clock::now().checked_sub(LATE).unwrap();
+        let old = clock::now().checked_sub(StallLog::LATE).unwrap();
         waiting.0.lock().ops[0].as_mut().unwrap().since = old;
         waiting.abandon_if_away();
         for op in [last, third, fourth] {
@@ -177,7 +176,7 @@ mod tests {
             Some(Op { completer, since })
         };
         let now = clock::now();
-        let old = now.checked_sub(LATE).unwrap();
+        let old = now.checked_sub(StallLog::LATE).unwrap();
         let waiting = PendingOps::default();
         waiting.0.lock().ops.extend([op(now), None, op(old)]);
         assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));

@@ -112,7 +112,7 @@ impl RbdDisk {
         {
             let shared = Arc::clone(&self.shared);
             let ask = move || shared.answer_all(|| shared.probe_size());
-            if let Err(error) = self.io.start_thread("ringhaul-rbd", ask) {
+            if let Err(error) = Io::start_thread("ringhaul-rbd", ask) {
                 let errno = error.raw_os_error().unwrap_or(libc::EAGAIN);
                 self.shared.answer_all(|| Err(io::Error::from_raw_os_error(errno)));
             }

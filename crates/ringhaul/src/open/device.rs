@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use blockio::disk::format_warning;
+use blockio::DiskSource;
 use device::access::{DiskAccess, ReservationStorage};
 use device::blk::config::{BlkOptions, QUEUES_MAX};
 use device::scsi::ScsiDevice;
@@ -43,7 +43,7 @@ impl ExportSpec {
             DiskSpec::File(path) => Some(path),
             _ => None,
         });
-        paths.filter_map(|path| format_warning(path)).collect()
+        paths.filter_map(|path| DiskSource::format_warning(path)).collect()
     }
 
     /// Makes the device, on disks in the order of [`disks`](Self::disks).

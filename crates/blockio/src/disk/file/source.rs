@@ -15,13 +15,13 @@ use super::lock::{Conflict, OpenError, is_still_locked, lock, lock_for, retry_op
 use super::partial_blocks::Blocks;
 use super::size_probe::{FileEnd, SizeProbe};
 use crate::disk::foreign;
-use crate::disk::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, check_logical_block};
+use crate::disk::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link};
 use crate::error::Error;
 use crate::op::OpenFile;
 
 /// An open file.
 #[derive(Debug, Clone)]
-pub struct FileSource {
+pub(crate) struct FileSource {
     pub(crate) file: Arc<OpenFile>,
     pub(crate) is_block_device: bool,
     pub(crate) is_rotational: bool,
@@ -101,7 +101,7 @@ impl FileSource {
         // system on which it lies today, or its partitions are not found.
         let default = if is_block_device { align.request.max(512) } else { 512 };
         let wanted = options.logical_block_bytes.unwrap_or(default);
-        let logical_block_bytes = check_logical_block(wanted)?;
+        let logical_block_bytes = DiskOptions::check_logical_block(wanted)?;
         if options.holds_image && !is_block_device {
             size_bytes = size_bytes.next_multiple_of(align.request.max(logical_block_bytes).into());
         }
