@@ -1,4 +1,4 @@
-//! Tables that are missing when an image is opened.
+//! Tables and data that are missing when an image is opened.
 
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
@@ -12,11 +12,14 @@ const CLUSTER: u64 = 4096;
 
 /// An image with a table for each 2 MiB of a disk of 16 MiB. `None` without qemu-img.
 fn new_image() -> Option<NamedTempFile> {
+    create("cluster_size=4k,preallocation=metadata", "16M")
+}
+
+fn create(options: &str, size: &str) -> Option<NamedTempFile> {
     let file = NamedTempFile::new().unwrap();
-    let options = "cluster_size=4k,preallocation=metadata";
     let mut create = Command::new("qemu-img");
     create.args(["create", "-q", "-f", "qcow2", "-o", options]).arg(file.path());
-    if create.arg("16M").status().is_err() {
+    if create.arg(size).status().is_err() {
         eprintln!("skipped: qemu-img is not installed");
         return None;
     }
@@ -68,4 +71,41 @@ fn an_image_with_a_table_that_counts_as_free_is_only_read() {
         let expected = format!("at byte {place} has the reference count 0");
         assert!(error.contains(&expected) && error.contains("qemu-img check -r all"), "{error}");
     }
+}
+
+/// The copy of an image with data has lost its end. All of its tables are at the front.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_file_that_ends_before_its_data_has_a_warning() {
+    let Some(file) = create("cluster_size=64k", "64M") else { return };
+    let mut write = Command::new("qemu-io");
+    write.args(["-f", "qcow2", "-c", "write -q -P 7 0 4M"]).arg(file.path());
+    assert!(write.status().unwrap().success());
+    assert_eq!(open(&file, false).unwrap().warning(), None);
+    let entry = |index: u64| number(&file, second(&file, 0) + index * 8) & ((1 << 56) - 512);
+    // A part of the last cluster may be missing.
+    file.as_file().set_len(entry(63) + 512).unwrap();
+    assert_eq!(open(&file, false).unwrap().warning(), None);
+    for (left, lost) in [(63, 1), (20, 44)] {
+        file.as_file().set_len(entry(left)).unwrap();
+        for read_only in [true, false] {
+            let warning = open(&file, read_only).unwrap().warning().unwrap();
+            let expected = format!(
+                "ends before {lost} of its clusters of data (the first is at byte {})",
+                entry(left)
+            );
+            assert!(warning.contains(&expected) && warning.contains("qemu-img check"), "{warning}");
+        }
+    }
+}
+
+/// A count without a use is a leak, as after a crash, and no loss.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_leak_behind_the_end_of_the_file_has_no_warning() {
+    let Some(file) = create("cluster_size=64k", "64M") else { return };
+    let clusters = file.as_file().metadata().unwrap().len().div_ceil(64 << 10);
+    let block = number(&file, number(&file, 48));
+    file.as_file().write_all_at(&[0, 1], block + clusters * 2).unwrap();
+    assert_eq!(open(&file, false).unwrap().warning(), None);
 }

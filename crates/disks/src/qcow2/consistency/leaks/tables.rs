@@ -1,18 +1,19 @@
-//! Missing tables that show when an image is opened: behind the end of a truncated file, or without
-//! a reference count.
+//! Missing parts that show when an image is opened: tables and data behind the end of a truncated
+//! file, and tables without a reference count.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use blockio::{DiskSource, Error, IoThread, IoThreadConfig};
 
-use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader};
+use super::{Bounds, End, L1_OFFSET, ODD_TABLE, Reader, used_by};
 use crate::qcow2::consistency::counts::get;
 use crate::qcow2::consistency::header::ImageHeader;
 use crate::qcow2::consistency::refused;
 use crate::qcow2::consistency::write_order::{FRONT_BYTES, Roots, count_bits};
 
-/// The bounds of this check, which runs at each opening. Tables beyond them are not checked.
+/// The bounds of this check, which runs at each opening. Tables beyond them are not checked. An
+/// image of 1 TiB has 128 MiB of L2 tables, with clusters of 64 KiB.
 const BOUNDS: Bounds = Bounds {
     clusters_at_once: 0,
     read_bytes: 256 << 20,
@@ -48,12 +49,14 @@ pub(in crate::qcow2) fn check(
         );
         return Err(refused(&source, reason));
     }
-    Ok(found.behind.map(|(first, count)| {
+    let warn = |what, (first, count)| {
         format!(
-            "its file ends before {count} of its tables (the first is at byte {first}), as after \
+            "its file ends before {count} of its {what} (the first is at byte {first}), as after \
              an incomplete copy: their data reads as zeroes; check it with `qemu-img check`"
         )
-    }))
+    };
+    let tables = found.behind.map(|behind| warn("tables", behind));
+    Ok(tables.or_else(|| found.data_behind.map(|behind| warn("clusters of data", behind))))
 }
 
 /// Tables of an image, and their faults.
@@ -62,10 +65,14 @@ struct Found {
     cluster: u64,
     /// The first table behind the end of the file, and the number of such tables.
     behind: Option<(u64, u64)>,
+    /// The same for data.
+    data_behind: Option<(u64, u64)>,
     /// A cluster of a table or of the header with the reference count 0.
     uncounted: Option<u64>,
     /// Clusters with tables, and the header.
     tables: Vec<u64>,
+    /// Places of L2 tables that lie in the file.
+    l2_tables: Vec<u64>,
     /// Places of blocks of reference counts, by index.
     blocks: Vec<u64>,
 }
@@ -93,6 +100,9 @@ impl Found {
                 if place != 0 && (self.tables.len() as u64) < BOUNDS.counts {
                     self.check_end(&table, size);
                     self.tables.push(place);
+                    if is_l1 && table.end <= size {
+                        self.l2_tables.push(place);
+                    }
                 }
                 Ok(())
             };
@@ -100,6 +110,46 @@ impl Found {
         }
         if is_writable {
             self.check_counts(reader, count_bits(front)).await?;
+        }
+        if self.behind.is_none() && self.has_counts_behind(reader, count_bits(front)).await? {
+            self.check_data(reader).await?;
+        }
+        Ok(())
+    }
+
+    /// True if clusters behind the end of the file have reference counts. Leaked ones may, too.
+    async fn has_counts_behind(&self, reader: &mut Reader<'_>, bits: u32) -> Result<bool, End> {
+        let size = reader.disk.info().size_bytes;
+        let per_block = self.cluster * 8 / u64::from(bits);
+        let mut next = size.div_ceil(self.cluster);
+        while let Ok(index) = usize::try_from(next / per_block)
+            && let Some(place) = self.blocks.get(index)
+        {
+            if *place != 0 && place.saturating_add(self.cluster) <= size {
+                let block = reader.read(*place, self.cluster).await?;
+                let mut counts = next % per_block..per_block;
+                if counts.any(|at| get(&block, iomem::fits(at, "an index"), bits) != 0) {
+                    return Ok(true);
+                }
+            }
+            next = (next / per_block + 1) * per_block;
+        }
+        Ok(false)
+    }
+
+    /// Finds data behind the end of the file. The last cluster may be there in part.
+    async fn check_data(&mut self, reader: &mut Reader<'_>) -> Result<(), End> {
+        let (size, cluster_bits) = (reader.disk.info().size_bytes, self.cluster.trailing_zeros());
+        for table in &self.l2_tables {
+            for entry in reader.read(*table, self.cluster).await?.as_chunks().0 {
+                // Odd entries show when the image is used.
+                if let Ok(Some(used)) = used_by(u64::from_be_bytes(*entry), cluster_bits)
+                    && used.start >= size
+                {
+                    let (first, count) = self.data_behind.unwrap_or((used.start, 0));
+                    self.data_behind = Some((first.min(used.start), count + 1));
+                }
+            }
         }
         Ok(())
     }
