@@ -12,7 +12,7 @@ mod foreign;
 pub mod hand_over;
 mod info;
 mod properties;
-mod qos;
+pub(crate) mod qos;
 mod raw;
 mod requests;
 #[cfg(ringhaul_sim)]

@@ -38,6 +38,7 @@ use iomem::Buffers;
 
 use crate::clock::LoopClock;
 pub use crate::disk::driver::{Driver, FilePosition, Request};
+pub use crate::disk::qos::copy_turns::{COPY_BYTES_MAX, CopyTurns};
 pub use crate::disk::source::DriverSource;
 pub use crate::engine::kernel::Interest;
 pub use crate::executor::task::Owner;

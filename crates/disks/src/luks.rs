@@ -23,7 +23,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::{Abilities, DiskInfo, Extent, Link, Placement, SizeProbe, TransferError};
-use blockio::driver::{BounceShare, Driver, DriverSource, Request};
+use blockio::driver::{BounceShare, CopyTurns, Driver, DriverSource, Request};
 use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
@@ -208,6 +208,7 @@ impl DriverSource for LuksSource {
             below: self.below.attach_with(io, engine),
             volume: Arc::clone(&self.volume),
             share: io.bounce_share(&self.volume),
+            copies: CopyTurns::for_disk(io, &self.volume),
             io: Rc::clone(io),
             discard: self.discard,
         })
@@ -292,6 +293,7 @@ struct LuksDisk {
     below: Disk,
     volume: Arc<Volume>,
     share: Rc<BounceShare>,
+    copies: Rc<CopyTurns>,
     io: Rc<Io>,
     discard: bool,
 }
@@ -308,11 +310,12 @@ impl LuksDisk {
 
     /// Encrypts or decrypts the data at `offset`, from one memory into another: as much as fits
     /// both.
-    fn convert(&self, direction: Direction, offset: u64, from: &Buffers, to: &Buffers) {
+    async fn convert(&self, direction: Direction, offset: u64, from: &Buffers, to: &Buffers) {
         let Payload { sector_bytes, first_position, .. } = self.volume.header.payload;
         let mut chunk = [0; CHUNK_BYTES];
         let mut position = first_position + offset / POSITION_BYTES;
         let bytes = from.bytes().min(to.bytes());
+        self.copies.turn(bytes).await;
         for at in (0..bytes).step_by(CHUNK_BYTES) {
             let chunk = &mut chunk[..CHUNK_BYTES.min(bytes - at)];
             from.copy_to(at, chunk);
@@ -338,7 +341,7 @@ impl LuksDisk {
                 Ok(piece) => piece,
                 Err(error) => return Err(TransferError::new(error, buffers)),
             };
-            self.convert(Direction::Decrypt, offset, &piece, &buffers);
+            self.convert(Direction::Decrypt, offset, &piece, &buffers).await;
             buffers.advance(piece.bytes());
             offset += piece.bytes() as u64;
         }
@@ -357,7 +360,7 @@ impl LuksDisk {
                 Err(error) => return Err(TransferError::new(error, buffers)),
             };
             let bytes = memory.bytes();
-            self.convert(Direction::Encrypt, offset, &buffers, &memory);
+            self.convert(Direction::Encrypt, offset, &buffers, &memory).await;
             let result = self.below.write(offset, memory, fua).await;
             let left = result.as_ref().map_or_else(|unfinished| unfinished.rest().bytes(), |()| 0);
             buffers.advance(bytes - left);
@@ -376,7 +379,7 @@ impl LuksDisk {
             let memory = self.own_memory(len).await?;
             let bytes = memory.bytes();
             memory.zero_from(0);
-            self.convert(Direction::Encrypt, offset, &memory, &memory);
+            self.convert(Direction::Encrypt, offset, &memory, &memory).await;
             self.below.write(offset, memory, false).await?;
             offset += bytes as u64;
             len -= bytes as u64;

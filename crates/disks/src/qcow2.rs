@@ -433,8 +433,9 @@ mod tests {
     use std::os::unix::fs::FileExt as _;
     use std::path::Path;
     use std::process::Command;
+    use std::rc::Rc;
 
-    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
+    use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig, Wait};
     use iomem::Buffers;
 
     use crate::qcow2::Layer;
@@ -488,6 +489,32 @@ mod tests {
             assert!(crate::qcow2::open(layers, false).is_err());
             assert_eq!(open_count(file.path()), 1);
         }
+    }
+
+    /// Reads of holes make no op. The loop checks its sources all the same.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_turn_of_the_loop_zeroes_a_bounded_number_of_bytes() {
+        const READS: u64 = 10;
+        let Some(file) = image() else { return };
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let source = crate::qcow2::open(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let io = Rc::clone(thread.io());
+        let (disk, memory) = (Rc::new(source.attach(&io)), Buffers::aligned(4 << 20, 4096));
+        // The owner finds the holes.
+        thread.block_on(disk.read(0, memory.duplicate())).unwrap().unwrap();
+        for _ in 0..READS {
+            let (disk, memory) = (Rc::clone(&disk), memory.duplicate());
+            io.spawn(async move { disk.read(0, memory).await.unwrap() });
+        }
+        let begun = io.stats().turns.get();
+        while io.tasks() > 0 {
+            thread.turn(Wait::Never).unwrap();
+        }
+        let turns = io.stats().turns.get() - begun;
+        assert!(turns >= READS * 4 / 2, "{turns} turns for {READS} reads of 4 MiB");
     }
 
     /// Each layer may have a part of a block.

@@ -26,6 +26,7 @@ for_each_engine! {
     one_large_read_of_virtio_scsi,
     a_hundred_large_reads_of_virtio_scsi,
     a_hundred_and_twenty_copies_of_clusters,
+    large_reads_of_holes,
 }
 
 /// The limit on a neighbour's longest wait.
@@ -167,17 +168,19 @@ fn put(guest: &mut Frontend, sends: Sends, requests: u16) -> Result<u16> {
     Ok(answered)
 }
 
-/// Measures beside this number of requests at once. Each try has a new daemon, because the requests
-/// of an earlier try would continue.
-fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()> {
+/// Measures beside this number of requests at once to the disk at `socket`, or to the first disk of
+/// the daemon. Each try has a new daemon, because the requests of an earlier try would continue.
+fn check_tries(
+    options: &DaemonOptions,
+    socket: Option<&Path>,
+    sends: Sends,
+    requests: u16,
+) -> Result<()> {
     let mut waits = Vec::new();
     for _ in 0..TRIES {
-        let mut options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
-        options.disk_bytes = DISK_BYTES;
-        options.is_scsi = !matches!(sends, Sends::Reads);
-        let mut scene = Scene::start(disks(), &options)?;
+        let mut scene = Scene::start(disks(), options)?;
         let watch = Watch::new(&scene)?;
-        let socket = scene.daemon.socket();
+        let socket = socket.unwrap_or_else(|| scene.daemon.socket());
         let mut guest = match sends {
             Sends::Reads => Frontend::attach(socket, &setup(sends))?,
             Sends::UnitReads | Sends::Verifies => attach_unit(socket)?,
@@ -195,6 +198,13 @@ fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()
         }
     }
     anyhow::bail!("beside {requests} requests a neighbour waited for {waits:?}")
+}
+
+fn check(engine: Engine, cache: Cache, sends: Sends, requests: u16) -> Result<()> {
+    let mut options = DaemonOptions { cache, ..DaemonOptions::new(engine) };
+    options.disk_bytes = DISK_BYTES;
+    options.is_scsi = !matches!(sends, Sends::Reads);
+    check_tries(&options, None, sends, requests)
 }
 
 fn check_both(engine: Engine, sends: Sends, requests: u16) -> Result<()> {
@@ -218,6 +228,36 @@ fn one_large_read_of_virtio_scsi(engine: Engine) -> Result<()> {
 
 fn a_hundred_large_reads_of_virtio_scsi(engine: Engine) -> Result<()> {
     check_both(engine, Sends::UnitReads, 100)
+}
+
+/// Reads of disks whose data needs no op of an engine: the IoThread itself makes it.
+fn check_without_ops(engine: Engine, disk: &str, folder: &Path) -> Result<()> {
+    let socket = folder.join("made.sock");
+    let export = format!("socket-path={},disk={disk}", socket.display());
+    let options = DaemonOptions::new(engine).with("--export", &export);
+    for requests in [1, 100] {
+        check_tries(&options, Some(&socket), Sends::Reads, requests)
+            .with_context(|| format!("disk {disk}"))?;
+    }
+    Ok(())
+}
+
+/// Makes an image without data, and returns its name as a disk. `None` without qemu-img.
+fn make_empty_image(folder: &Path) -> Result<Option<String>> {
+    let image = folder.join("empty.qcow2").display().to_string();
+    if !is_installed("qemu-img") {
+        return Ok(None);
+    }
+    let size = DISK_BYTES.to_string();
+    run_program("qemu-img", &["create", "-q", "-f", "qcow2", &image, &size])?;
+    Ok(Some(format!("qcow2:{image}")))
+}
+
+fn large_reads_of_holes(engine: Engine) -> Result<()> {
+    let folder = tempfile::tempdir_in(disks())?;
+    let Some(image) = make_empty_image(folder.path())? else { return Ok(()) };
+    check_without_ops(engine, &image, folder.path())?;
+    check_without_ops(engine, &format!("raw,over={image}"), folder.path())
 }
 
 /// The number of writes to clusters of an image that are only in its backing file.

@@ -1,6 +1,7 @@
 //! Limits of speed, error policies, and requests that wait: the state that all IoThreads share.
 
 pub(crate) mod bulk_turns;
+pub(crate) mod copy_turns;
 pub(crate) mod error_policy;
 pub(crate) mod limits;
 pub(crate) mod throttle;

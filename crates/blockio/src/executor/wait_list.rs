@@ -54,6 +54,11 @@ impl<T> WaitList<T> {
         self.waiters.front().map(|first| &first.value)
     }
 
+    /// The waker of the first waiter.
+    pub(crate) fn first_waker(&self) -> Option<Waker> {
+        self.waiters.front()?.waker.clone()
+    }
+
     /// Removes the first waiter, and returns its waker.
     pub(crate) fn pop_front(&mut self) -> Option<Waker> {
         self.waiters.pop_front()?.waker

@@ -92,6 +92,11 @@ impl Checks {
         }
     }
 
+    /// Makes the next check due: tasks have held the loop.
+    pub(crate) fn make_due(&self) {
+        self.is_overdue.set(true);
+    }
+
     /// Notes that the eventfds were checked, or that a check would have found nothing.
     pub(crate) fn note(&self) {
         self.rounds.set(0);

@@ -25,6 +25,10 @@ const SENT_AT_ONCE: usize = 128;
 /// The most receives in one call, before other tasks have their turn.
 const RECEIVES_MAX: usize = 16;
 
+/// The bytes of holes after which a call zeroes no more. A reply of some bytes can stand for a hole
+/// as long as its read.
+const ZEROED_BYTES: usize = 1 << 20;
+
 /// The reason why a connection can no longer be used.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Broken {
@@ -79,6 +83,8 @@ pub(super) struct Flow {
     was_answered: bool,
     /// True if an answer came since the last `take_answered`.
     answered_since_check: bool,
+    /// Bytes of holes in this call of [`receive`](Self::receive).
+    zeroed: usize,
     headers: Vec<Header>,
     storage: Vec<iovec>,
 }
@@ -108,6 +114,7 @@ impl Flow {
             data: None,
             was_answered: false,
             answered_since_check: false,
+            zeroed: 0,
             headers: Vec::new(),
             storage: Vec::new(),
         }
@@ -261,7 +268,13 @@ impl Flow {
         requests: &mut Requests,
         shared: &Shared,
     ) -> Result<bool, Broken> {
+        // The last call may have left replies.
+        self.zeroed = 0;
+        self.parse_received(requests, shared)?;
         for _ in 0..RECEIVES_MAX {
+            if self.zeroed >= ZEROED_BYTES {
+                return Ok(true);
+            }
             if !self.is_readable {
                 return Ok(false);
             }
@@ -275,14 +288,18 @@ impl Flow {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Broken::from_io_error("receive from", &error)),
             }
-            self.parse_staged(requests, shared).map_err(|violation| match violation {
-                SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
-                Violation(what) => {
-                    Broken::Unusable(format!("the server violates the NBD protocol: {what}"))
-                }
-            })?;
+            self.parse_received(requests, shared)?;
         }
         Ok(true)
+    }
+
+    fn parse_received(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Broken> {
+        self.parse_staged(requests, shared).map_err(|violation| match violation {
+            SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
+            Violation(what) => {
+                Broken::Unusable(format!("the server violates the NBD protocol: {what}"))
+            }
+        })
     }
 
     /// Closes the sending direction: the server ends its requests, and then the connection.
@@ -371,6 +388,9 @@ impl Flow {
                     self.finish(requests, slot, shared)?;
                 }
             }
+            if self.zeroed >= ZEROED_BYTES {
+                return Ok(());
+            }
             let here = self.staging.get(self.start..self.end).unwrap_or_default();
             match parse(here, self.facts.framing)? {
                 Parsed::Needs(bytes) => {
@@ -414,6 +434,7 @@ impl Flow {
                 let mut part = slot.buffers.duplicate();
                 part.truncate(len(at + bytes));
                 part.zero_from(len(at));
+                self.zeroed += len(bytes);
             }
             Action::Nothing => {}
         }

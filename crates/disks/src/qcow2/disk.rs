@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blockio::disk::{Extent, ExtentKind, TransferError};
-use blockio::driver::{BounceShare, Driver, FilePosition, Request};
+use blockio::driver::{BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, FilePosition, Request};
 use blockio::executor::Lock;
 use blockio::op::OpKind;
 use blockio::{Disk, EngineKind, Io};
@@ -36,6 +36,7 @@ pub(super) struct Qcow2Disk {
     place_queries: PlaceQueries,
     /// The budget of memory for data that moves through the owner.
     share: Rc<BounceShare>,
+    copies: Rc<CopyTurns>,
 }
 
 impl Qcow2Disk {
@@ -53,6 +54,7 @@ impl Qcow2Disk {
             last_guard: RefCell::default(),
             place_queries: PlaceQueries::default(),
             share,
+            copies: CopyTurns::for_disk(io, image),
         }
     }
 
@@ -111,11 +113,18 @@ impl Qcow2Disk {
                 self.guard_places(&mut part);
                 self.layers[layer].read(offset, part).await?;
             }
-            Place::Zero => part.zero_from(0),
+            Place::Zero => {
+                let bytes = bytes.min(COPY_BYTES_MAX);
+                part.truncate(bytes);
+                self.copies.turn(bytes).await;
+                part.zero_from(0);
+                return Ok(bytes);
+            }
             Place::Owner => {
                 let bytes = bytes.min(PIECE_BYTES);
                 let _permit = self.share.take(bytes).await;
                 let data = self.run_job(Job::Read(range(offset, bytes))).await?;
+                self.copies.turn(bytes).await;
                 part.copy_from(0, &data);
                 return Ok(bytes);
             }
@@ -167,6 +176,7 @@ impl Qcow2Disk {
             _ => {
                 let bytes = bytes.min(PIECE_BYTES);
                 let _permit = self.share.take(bytes).await;
+                self.copies.turn(bytes).await;
                 let mut data = vec![0; bytes];
                 rest.copy_to(0, &mut data);
                 self.run_job(Job::Write(offset, data)).await?;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use blockio::Io;
 use blockio::disk::{Extent, TransferError};
-use blockio::driver::{BounceShare, Driver, ForeignOp, Request};
+use blockio::driver::{BounceShare, CopyTurns, Driver, ForeignOp, Request};
 use iomem::{Buffers, LentBlock, fits};
 
 use super::shared::Shared;
@@ -29,6 +29,7 @@ const TRANSFER_MAX: usize = 1 << 20;
 pub(super) struct RbdDisk {
     shared: Arc<Shared>,
     share: Rc<BounceShare>,
+    copies: Rc<CopyTurns>,
     io: Rc<Io>,
 }
 
@@ -42,7 +43,8 @@ struct Piece {
 impl RbdDisk {
     pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
         let share = io.bounce_share(shared);
-        Self { shared: Arc::clone(shared), share, io: Rc::clone(io) }
+        let copies = CopyTurns::for_disk(io, shared);
+        Self { shared: Arc::clone(shared), share, copies, io: Rc::clone(io) }
     }
 
     /// Allocates memory for as much of `left` bytes as goes at once.
@@ -78,6 +80,7 @@ impl RbdDisk {
         if offset + bytes as u64 > end.next_multiple_of(512) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
+        self.copies.turn(bytes).await;
         done.buffers.zero_from(moved);
         buffers.copy_from_buffers(&done.buffers, bytes);
         Ok(bytes)
@@ -87,6 +90,7 @@ impl RbdDisk {
     async fn write_piece(&self, offset: u64, buffers: &Buffers) -> io::Result<usize> {
         let Piece { memory, buffers: ours } = self.piece(buffers.bytes()).await?;
         let bytes = ours.bytes();
+        self.copies.turn(bytes).await;
         ours.copy_from_buffers(buffers, bytes);
         let done = self.shared.image.write(&self.io, offset, memory, ours).await;
         let is_beyond = done.result.as_ref().is_err_and(is_invalid);

@@ -97,6 +97,36 @@ fn discards_are_passed_on_only_if_allowed() {
     }
 }
 
+/// No op is made below: a null disk answers at once. The loop checks its sources all the same.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_turn_of_the_loop_encrypts_and_decrypts_a_bounded_number_of_bytes() {
+    const BYTES: u64 = 1 << 20;
+    let file = image(&header(|_| ()), MIB);
+    let null = DiskSource::null(4 * BYTES, &DiskOptions::default()).unwrap();
+    let options = LuksOptions { header: Some(below(&file)), ..options(false) };
+    let source = crate::luks::open(null, &options).unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let io = std::rc::Rc::clone(thread.io());
+    let (disk, memory) = (std::rc::Rc::new(source.attach(&io)), filled(1 << 20));
+    for request in 0..12 {
+        let (disk, memory) = (std::rc::Rc::clone(&disk), memory.duplicate());
+        io.spawn(async move {
+            match request % 3 {
+                0 => disk.read(0, memory).await.unwrap(),
+                1 => disk.write(0, memory, false).await.unwrap(),
+                _ => disk.write_zeroes(0, BYTES, false).await.unwrap(),
+            }
+        });
+    }
+    let begun = io.stats().turns.get();
+    while io.tasks() > 0 {
+        thread.turn(blockio::Wait::Never).unwrap();
+    }
+    let turns = io.stats().turns.get() - begun;
+    assert!(turns >= 12 / 2, "{turns} turns for 12 MiB");
+}
+
 /// The sector is the logical block. A size with a part of a sector is refused.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
