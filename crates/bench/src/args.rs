@@ -30,8 +30,8 @@ pub struct BenchArgs {
     /// Drive this file or block device directly through an engine, with one IoThread for each
     /// job; no server and no virtqueue is involved
     ///
-    /// It is refused if another program seems to use it. It is opened read-only if the
-    /// pattern does not write.
+    /// It is refused if another program seems to use it, unless --lock is off. It is opened
+    /// read-only if the pattern does not write.
     #[arg(long, value_name = "PATH")]
     pub filename: Option<PathBuf>,
 
@@ -385,13 +385,15 @@ pub(crate) mod tests {
 
     #[test]
     fn options_need_the_right_target() {
-        let good = "--filename f --engine io_uring --direct 0 --iodepth_batch 4 --poll-max-us 0 \
-                    --completion-ring getevents --harvest-on-submit off --submit-batch 0";
+        let good = "--filename f --engine io_uring --direct 0 --lock off --iodepth_batch 4 \
+                    --poll-max-us 0 --completion-ring getevents \
+                    --harvest-on-submit off --submit-batch 0";
         assert!(parse_only(good).is_ok());
         for bad in [
             "",
             "--socket-path s --filename f",
             "--socket-path s --engine aio",
+            "--socket-path s --lock off",
             "--socket-path s --iodepth-batch 4",
             "--socket-path s --harvest-on-submit off",
             "--filename f --busy-poll",

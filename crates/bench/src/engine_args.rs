@@ -24,6 +24,17 @@ pub struct EngineArgs {
     #[arg(long, value_name = "ON", value_enum)]
     pub direct: Option<OnOff>,
 
+    /// Lock the file as `serve` does; with off, a file in use can be read, and written to if no
+    /// other program writes to it
+    #[arg(
+        long,
+        value_name = "ON",
+        value_enum,
+        default_value = "on",
+        conflicts_with = "socket_path"
+    )]
+    pub lock: OnOff,
+
     /// I/Os that a job queues together, once there is room for all of them [default: up to 16, as
     /// soon as there is room for one]
     #[arg(long, aliases = ["iodepth_batch", "iodepth_batch_submit"], value_name = "N",

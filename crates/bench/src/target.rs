@@ -178,8 +178,9 @@ fn batch_from_args(args: &BenchArgs) -> Batch {
 fn open_file(args: &BenchArgs, path: &Path) -> Result<DiskSource, BenchError> {
     let options = DiskOptions {
         direct: args.engine.direct.is_none_or(OnOff::is_on),
-        // Read-only permits reading a disk that is in use.
+        // Read-only admits other readers, and a disk that its owner has made read-only.
         read_only: !args.pattern().writes() && !args.verify,
+        no_lock: !args.engine.lock.is_on(),
         logical_block_bytes: None,
         ..DiskOptions::default()
     };

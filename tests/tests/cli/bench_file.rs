@@ -168,6 +168,8 @@ fn files_that_cannot_be_used_are_refused() -> Result<()> {
     let _daemon = Running::serve(&mut serve(&socket, &file)?)?;
     refusals.check("in use", bench_file(&file, "--rw write"), &[&file_name, "locked"]);
     refusals.check("in use", bench_file(&file, "--verify"), &[&file_name, "locked"]);
+    refusals.check("in use", bench_file(&file, ""), &[&file_name, "locked", "use --lock off"]);
+    json(&mut bench_file(&file, "--lock off --number_ios 10")?)?;
     refusals.finish()
 }
 
