@@ -9,6 +9,7 @@ mod client_quota;
 mod connection;
 mod message;
 mod methods;
+mod parser_words;
 mod schema;
 
 use std::io::{self, BufReader, Read};

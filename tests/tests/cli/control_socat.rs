@@ -297,7 +297,7 @@ fn refusals_contain_advice() -> Result<()> {
             "disk.resize",
             json!({ "export": "vm", "size-bytes": "3M" }),
             PARAMS,
-            &["size-bytes: ", "expected u64"],
+            &["size-bytes: ", "expected a whole number", "not the text \"3M\""],
         ),
         ("disk.resize", json!({ "export": "vm", "size-bytes": 512 }), 1, &["shrink"]),
     ] {

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::client::Client;
 use super::message::{Code, RpcError};
+use super::parser_words::reword;
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
 use crate::monitoring;
@@ -87,7 +88,7 @@ where
             return Err(RpcError::new(Code::Params, "the parameters must be an object with names"));
         }
         let params: P = serde_path_to_error::deserialize(params).map_err(|error| {
-            let (place, error) = (error.path().to_string(), reword(error.inner().to_string()));
+            let (place, error) = (error.path().to_string(), reword(&error.inner().to_string()));
             // Some errors concern all parameters, and some name their place themselves.
             let is_known = place == "." || error.contains(&format!("`{place}`"));
             let text = if is_known { error } else { format!("{place}: {error}") };
@@ -115,21 +116,6 @@ pub(super) fn find(name: &str) -> Result<&'static dyn Method, RpcError> {
             format!("there is no method '{name}'; the methods are {names}"),
         )
     })
-}
-
-/// Rewords an error about parameters: advice replaces words of the parser.
-fn reword(error: String) -> String {
-    /// The parser's words for a value that must name one of several kinds, and does not.
-    const NO_KIND: [&str; 3] = [
-        "invalid type: map, expected enum",
-        "invalid value: map, expected map with a single key",
-        "invalid type: unit variant, expected newtype variant",
-    ];
-    let advice = "`ringhaul ctl schema` has all parameters";
-    if NO_KIND.contains(&error.as_str()) {
-        return format!("it has no kind: write an object with one key, the kind; {advice}");
-    }
-    if error.starts_with("missing field") { format!("{error}; {advice}") } else { error }
 }
 
 /// All methods with their parameters and answers, events and errors, by JSON Schema.
