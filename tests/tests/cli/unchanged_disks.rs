@@ -90,7 +90,7 @@ fn no_start_changes_a_disk() -> Result<()> {
     }
     let warning = "it has persistent bitmaps (backup0), which the first write invalidates";
     ensure!(daemon.stderr().matches(warning).count() == 1, "{}", daemon.stderr());
-    let found = "found 1 leaked clusters, which the first write frees";
+    let found = "found 1 leaked cluster, which the first write frees";
     ensure!(daemon.stderr().contains(found), "{}", daemon.stderr());
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;

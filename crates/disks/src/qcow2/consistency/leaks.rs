@@ -81,10 +81,11 @@ pub(crate) fn find(source: &DiskSource, header: &ImageHeader) -> Result<Option<u
     let found = thread.block_on(found)??;
     if let Some(leaked) = found {
         tracing::info!(
-            "{}: it was not closed properly; a check of its tables took {} ms and found {leaked} \
-             leaked clusters, which the first write frees",
+            "{}: it was not closed properly; a check of its tables took {} ms and found {}, which \
+             the first write frees",
             source.chain_text(),
-            begun.elapsed().as_millis()
+            begun.elapsed().as_millis(),
+            clusters_text(leaked)
         );
     }
     Ok(found)
@@ -107,11 +108,16 @@ pub(crate) async fn free(
         return Ok(false);
     };
     tracing::info!(
-        "{}: its first write has freed {freed} leaked clusters in {} ms",
+        "{}: its first write has freed {} in {} ms",
         source.chain_text(),
+        clusters_text(freed),
         begun.elapsed().as_millis()
     );
     Ok(true)
+}
+
+fn clusters_text(leaked: u64) -> String {
+    if leaked == 1 { "1 leaked cluster".to_owned() } else { format!("{leaked} leaked clusters") }
 }
 
 /// The work of a check.
