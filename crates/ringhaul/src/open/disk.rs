@@ -142,11 +142,13 @@ impl OpenDisk {
 
     fn new(name: String, source: DiskSource, opened: Instant, cache: CacheMode) -> Self {
         let info = source.info();
+        // A null disk has no data that a cache could keep.
+        let is_null = source.chain().last().is_some_and(|bottom| bottom.kind == "null");
+        let cached = if is_null { String::new() } else { format!(", cache {}", cache.name()) };
         let summary = format!(
-            "{} MiB, logical block {} bytes, cache {}{}",
+            "{} MiB, logical block {} bytes{cached}{}",
             info.size_bytes >> 20,
             info.logical_block_bytes,
-            cache.name(),
             if info.read_only { ", read-only" } else { "" },
         );
         Self { name, source, opened, cache, summary }
@@ -226,4 +228,24 @@ fn open_file(
         return Ok((source, CacheMode::Writeback));
     }
     Err(error.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_has_the_cache_of_disks_with_data() {
+        let summary = |disk: &str| {
+            let disk = (DiskSpec::parse(disk).unwrap(), ExportSettings::default());
+            OpenDisk::open(&disk, None, &CancelToken::default()).unwrap().summary
+        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let cached = summary(&format!("file:{}", file.path().display()));
+        assert!(cached.contains("512 bytes, cache "), "{cached}");
+        for null in ["null:1M", "raw,over=null,size=1M"] {
+            assert_eq!(summary(null), "1 MiB, logical block 512 bytes");
+        }
+    }
 }
