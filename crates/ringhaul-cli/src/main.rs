@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use clap_complete::env::{CompleteEnv, Shells};
 use ringhaul::log::{self, LogFormat};
@@ -32,6 +32,31 @@ const EXIT_USAGE: u8 = 2;
 
 /// Advice for a negative size.
 const SMALLER: &str = "to make a disk smaller, give its new size and --shrink";
+
+const SERVE_SUMMARY: &str = "\
+Examples:
+  ringhaul serve --socket-path /run/vm1.sock --blk-file vm1.img
+
+These are the common options; `ringhaul serve --help` has all.";
+
+/// The options that the summary has.
+const SERVE_COMMON: [&str; 15] = [
+    "socket_path",
+    "name",
+    "export",
+    "config",
+    "control",
+    "blk_file",
+    "disk",
+    "read_only",
+    "cache",
+    "limits",
+    "device",
+    "lun",
+    "iothreads",
+    "engine",
+    "help",
+];
 
 const SERVE_EXAMPLES: &str = "\
 Examples:
@@ -95,9 +120,10 @@ struct Cli {
         display_order = 900
     )]
     log_format: LogFormat,
-    /// The lines to log: a level (`error`, `warn`, `info`, `debug`, `trace` or `off`), or levels of
-    /// parts, such as `warn,blockio=debug`. Parts that no level names stay at `info`. Overrides the
-    /// environment variable RUST_LOG (same syntax). Default: `info`.
+    /// The lines to log: a level, or levels of parts, such as `warn,blockio=debug`.
+    ///
+    /// Levels are `error`, `warn`, `info`, `debug`, `trace` and `off`. Parts that no level names
+    /// stay at `info`. Overrides the environment variable RUST_LOG (same syntax). Default: `info`.
     #[arg(long, value_name = "FILTER", global = true, value_parser = check_filter,
           help_heading = "Log", display_order = 901)]
     log: Option<String>,
@@ -111,7 +137,8 @@ enum Command {
     /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. `serve`
     /// may be left out before its options: management programs start vhost-user back-ends without a
     /// command.
-    #[command(after_help = SERVE_EXAMPLES)]
+    #[command(after_help = SERVE_SUMMARY, after_long_help = SERVE_EXAMPLES,
+              mut_args(only_long_help_unless_common))]
     Serve(Box<ServeArgs>),
     /// Check a configuration file of `serve --config`, and list its exports.
     #[command(after_help = CHECK_EXAMPLES)]
@@ -129,7 +156,7 @@ enum Command {
     /// Query or change a daemon that was started with `--control`.
     Ctl(CtlArgs),
     /// Report the properties or the speed of a disk without serving it.
-    #[command(subcommand)]
+    #[command(subcommand, after_long_help = disk_keys())]
     Disk(DiskCommand),
     /// Serve a sample disk, drive it for some seconds, and remove everything.
     Demo(DemoArgs),
@@ -163,6 +190,24 @@ enum DiskCommand {
         #[command(flatten)]
         bench: DiskBenchArgs,
     },
+}
+
+/// Leaves an option out of the summary of `serve`, unless it is common.
+fn only_long_help_unless_common(option: Arg) -> Arg {
+    let is_common = SERVE_COMMON.contains(&option.get_id().as_str());
+    option.hide_short_help(!is_common)
+}
+
+/// The kinds of disks with their keys, for a help text.
+fn disk_keys() -> String {
+    let mut text = "Kinds of disks with their keys:\n".to_owned();
+    for kind in disks::spec::completions("") {
+        let keys = disks::spec::completions(&kind);
+        let keys: Vec<&str> =
+            keys.iter().map(|key| key[kind.len()..].trim_end_matches('=')).collect();
+        text += &format!("  {:<7}{}\n", kind.trim_end_matches(','), keys.join(", "));
+    }
+    text + "\nA DISK is KIND,KEY=VALUE,...; the key over is the last one, and its value a DISK."
 }
 
 fn check_filter(text: &str) -> Result<String, String> {

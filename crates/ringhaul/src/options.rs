@@ -34,15 +34,20 @@ const SLICE_MAX: u32 = 100_000;
 /// Options of the export that a command line describes.
 #[derive(Debug, Clone, Args)]
 pub struct ExportArgs {
-    /// Listen on this Unix socket. It is created at the start and removed at the end.
+    /// Listen on this Unix socket.
+    ///
+    /// It is created at the start and removed at the end.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub socket_path: Option<PathBuf>,
-    /// The name of the export in commands: 1 to 100 characters, and no other export's name or
-    /// socket. Default: the path of its socket.
+    /// The name of the export in commands and in the log.
+    ///
+    /// It has 1 to 100 characters, and is no other export's name or socket. Default: the path of
+    /// its socket.
     #[arg(help_heading = "Socket", long, value_name = "NAME", value_parser = parse_name)]
     pub name: Option<String>,
-    /// The device that the guest sees: virtio-blk with one disk, or virtio-scsi with the units that
-    /// `--lun` names.
+    /// The device that the guest sees.
+    ///
+    /// virtio-blk has one disk, virtio-scsi the units that `--lun` names.
     #[arg(
         help_heading = "What the guest sees",
         long,
@@ -50,14 +55,16 @@ pub struct ExportArgs {
         default_value = "blk"
     )]
     pub device: DeviceKind,
-    /// A logical unit of the virtio-scsi device, 0 to 16383, or with its target T, 0 to 255; may be
-    /// repeated. It needs its disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK`
-    /// with DISK as for `--disk`. `read-only`, `lock`, `cache`, `logical-block-size`, `rerror`,
-    /// `werror` and the keys of `--limits` default to the options of the same names. The guest sees
-    /// `serial` (36 bytes), `wwn` (16 hexadecimal digits), `rotational=on|off`, `discard=on|off`,
-    /// `vendor`, `product`, `revision`, `like=qemu` and `names=wwn|serial`; `stop=ignore|obey` is
-    /// the effect of START STOP UNIT, and `reservations=PATH` the file of persistent reservations.
-    /// Write a comma in a value twice.
+    /// A logical unit of the virtio-scsi device; may be repeated.
+    ///
+    /// A unit is a number from 0 to 16383, or with its target T, 0 to 255. It needs its disk:
+    /// `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with DISK as for `--disk`.
+    /// `read-only`, `lock`, `cache`, `logical-block-size`, `rerror`, `werror` and the keys of
+    /// `--limits` default to the options of the same names. The guest sees `serial` (36 bytes),
+    /// `wwn` (16 hexadecimal digits), `rotational=on|off`, `discard=on|off`, `vendor`, `product`,
+    /// `revision`, `like=qemu` and `names=wwn|serial`; `stop=ignore|obey` is the effect of START
+    /// STOP UNIT, and `reservations=PATH` the file of persistent reservations. Write a comma in a
+    /// value twice.
     #[arg(help_heading = "What the guest sees", long,
           value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"],
           add = ArgValueCompleter::new(complete_keys))]
@@ -65,18 +72,22 @@ pub struct ExportArgs {
     /// Serve this regular file or block device.
     #[arg(help_heading = "Disk", long, value_name = "PATH", conflicts_with = "disk")]
     pub blk_file: Option<PathBuf>,
-    /// Serve this disk: `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for
-    /// measurement); `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
+    /// Serve this disk: a file, an image, a network disk, or a layer over another disk.
+    ///
+    /// `file,path=PATH`; `null,size=SIZE` (answers at once, stores nothing: for measurement);
+    /// `rbd,pool=POOL,image=IMAGE`, an image in a Ceph cluster; `nbd,host=HOST` or
     /// `nbd,socket=PATH`, with `export=NAME`; or a layer over another disk:
     /// `raw,offset=SIZE,size=SIZE,over=DISK`, a part of it; `luks,key-file=PATH,over=DISK`;
-    /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. docs/guide/disks.md has all keys. Short
+    /// `qcow2,over=DISK`; `image,format=auto,over=DISK`. `ringhaul disk --help` has all keys. Short
     /// forms: a PATH that begins with `/`, `./` or `../`, `file:PATH`, `null:SIZE`,
     /// `rbd:POOL/IMAGE`, `nbd://HOST/NAME`, `nbd+unix:///NAME?socket=PATH`, `qcow2:PATH`. SIZE
     /// takes the suffixes K, M, G, T and P (powers of 1024). Write a comma in a value twice.
     #[arg(help_heading = "Disk", long,
           value_name = "KIND,KEY=VALUE,...", add = ArgValueCompleter::new(complete_disk))]
     pub disk: Option<String>,
-    /// Export one more disk on its own socket; may be repeated. It needs `socket-path=PATH` and its
+    /// Export one more disk on its own socket; may be repeated.
+    ///
+    /// It needs `socket-path=PATH` and its
     /// disk: `blk-file=PATH`, `null=SIZE`, or, as the last key, `disk=DISK` with DISK as for
     /// `--disk`; or `device=scsi` and units, each of which begins with `lun=[T:]LUN`, followed by
     /// its keys. `name`, `read-only=on|off`, `lock`, `in-order`, `cache`, `serial`,
@@ -122,7 +133,9 @@ pub struct ExportArgs {
     /// virtio-mem: when the front-end replaces pages, data would go to the old ones.
     #[arg(help_heading = "Guest memory", long)]
     pub fixed_buffers: bool,
-    /// The cache between guest and disk, with QEMU's names. `none` and `directsync` bypass
+    /// The cache between guest and disk, with QEMU's names.
+    ///
+    /// `none` and `directsync` bypass
     /// the page cache; with `none` and `writeback` the guest sees a write cache, which it flushes;
     /// with `directsync` and `writethrough` a write is on stable storage when it is answered.
     /// Default: `none`, or `writeback` where the file system has no direct I/O.
@@ -137,7 +150,9 @@ pub struct ExportArgs {
     /// a block device, and 512 for a regular file.
     #[arg(help_heading = "What the guest sees", long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
-    /// Limits on each disk, with QEMU's names: `iops` or `bps`, with `-total`, `-read` or `-write`;
+    /// Limits on each disk, with QEMU's names.
+    ///
+    /// `iops` or `bps`, with `-total`, `-read` or `-write`;
     /// with `-max` the rate of a burst, with `-max-length` its seconds. `iops-size`: the bytes that
     /// count as one request. `group`: the disks of that name share the limits.
     #[arg(help_heading = "Disk", long, value_name = "KEY=VALUE,...",
@@ -160,7 +175,9 @@ pub struct ServeArgs {
     /// The export.
     #[command(flatten)]
     pub exports: ExportArgs,
-    /// Read exports and options from this TOML file too. Options on the command line replace the
+    /// Read exports and options from this TOML file too.
+    ///
+    /// Options on the command line replace the
     /// file's, and exports are added to those in the file. SIGHUP makes the daemon read the file
     /// again.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
@@ -175,9 +192,10 @@ pub struct ServeArgs {
         conflicts_with = "socket_path"
     )]
     pub fd: Option<i32>,
-    /// Listen on this Unix socket for `ringhaul ctl` and other programs, which may query and change
-    /// the daemon. Only root, the user of the daemon and the members of `--control-group` can
-    /// connect.
+    /// Listen on this Unix socket for `ringhaul ctl`.
+    ///
+    /// Other programs may also query and change the daemon through it. Only root, the user of the
+    /// daemon and the members of `--control-group` can connect.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
     /// Serve metrics for Prometheus over HTTP at this address, such as 127.0.0.1:9750, or on the
@@ -206,8 +224,9 @@ pub struct ServeArgs {
     // looks for this option before it parses them, and never sets the field.
     #[arg(help_heading = "Socket", long)]
     pub print_capabilities: bool,
-    /// Threads that serve queues, whichever engines their disks use; thread E + I modulo N serves
-    /// queue I of export E.
+    /// Threads that serve queues.
+    ///
+    /// They serve disks of all engines. Thread E + I modulo N serves queue I of export E.
     #[arg(help_heading = "Threads and engines", long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     pub iothreads: u16,
@@ -229,7 +248,9 @@ pub struct ServeArgs {
     #[arg(help_heading = "Threads and engines", long, value_name = "US",
           default_value_t = IoThreadConfig::SLICE_US, value_parser = parse_slice)]
     pub slice_us: u32,
-    /// The engine that carries operations to the kernel. `auto` tries the engines on the disk and
+    /// The engine that carries operations to the kernel.
+    ///
+    /// `auto` tries the engines on the disk and
     /// logs its choice.
     #[arg(
         help_heading = "Threads and engines",
