@@ -21,6 +21,7 @@ use std::{fmt, thread};
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource, Line, StallLog};
 use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
+use tracing::Span;
 
 use self::open::ImageProperties;
 use self::pending_ops::AwayState;
@@ -241,7 +242,9 @@ impl RbdSource {
 fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.pending_ops()), shared.name.clone());
+    let span = Span::current();
     let work = move || {
+        let _span = span.enter();
         let mut unanswered = StallLog::default();
         while ended.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let Some(waiting) = Weak::upgrade(&waiting) else { return };

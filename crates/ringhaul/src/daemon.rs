@@ -27,6 +27,7 @@ use crate::control::{
 };
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
+use crate::log::export_span;
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
@@ -294,7 +295,9 @@ impl Daemon {
             true => error,
             false => CommandError::UnitCancelled(export.clone(), place),
         };
-        let opened = OpenDisk::open(&named, lease_id(&endpoint, Some(place)), &cancel_token);
+        let lease_id = lease_id(&endpoint, Some(place));
+        let opened =
+            export_span(&log_name).in_scope(|| OpenDisk::open(&named, lease_id, &cancel_token));
         let mut disk = opened.map_err(|error| unless_given_up(error.into()))?;
         self.groups.join(&disk.source, &named.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();

@@ -1,13 +1,17 @@
 //! The log on standard error: lines for people, or for programs. A thread of its own writes them.
 //!
 //! An event may have a field `export`, the name of its export, and a field `left_out`, the number
-//! of earlier lines that a limit has suppressed.
+//! of earlier lines that a limit has suppressed. Without the field `export`, the event has the name
+//! of the export in whose [span](export_span) it happens.
 
+mod export_span;
+mod fields;
 mod filter;
 mod queue;
 pub(crate) mod rate_limit;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
+use std::ffi::OsStr;
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
 use std::sync::OnceLock;
@@ -19,19 +23,20 @@ use clap::ValueEnum;
 use ringhaul_options::redact::{printable, redact};
 use rustix::fs::fstat;
 use serde::Serialize;
-use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
-use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::FmtContext;
-use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Full, Writer};
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
+use export_span::ExportNames;
+use fields::Fields;
 use queue::Lines;
 
+pub(crate) use export_span::export_span;
 pub use queue::flush;
 
 /// Values of `--log-format`.
@@ -75,7 +80,7 @@ pub(crate) fn set_filter(text: &str) -> anyhow::Result<()> {
     let parsed = filter::parse(text).map_err(anyhow::Error::msg)?;
     let filter = FILTER.get().context("this process does not write its own log")?;
     let mut current = filter.text.lock();
-    (filter.reload)(parsed).map_err(anyhow::Error::msg)?;
+    (filter.reload)(export_span::with_spans(parsed)).map_err(anyhow::Error::msg)?;
     text.clone_into(&mut current);
     Ok(())
 }
@@ -116,10 +121,9 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| Lines)
         .with_ansi(has_colours())
-        .fmt_fields(TextFields)
-        .event_format(Format(text_lines()));
-    let (filter, handle) = tracing_subscriber::reload::Layer::new(filter);
-    tracing_subscriber::registry().with(filter).with(lines).init();
+        .event_format(Format);
+    let (filter, handle) = tracing_subscriber::reload::Layer::new(export_span::with_spans(filter));
+    tracing_subscriber::registry().with(filter).with(ExportNames).with(lines).init();
     let reload = Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()));
     // A second log cannot be started: `init` would have panicked.
     let _ = FILTER.set(Filter { reload, text });
@@ -180,8 +184,11 @@ fn is_journal() -> bool {
 
 /// Returns true if lines have colours: on a terminal, unless `NO_COLOR` is set (no-color.org).
 fn has_colours() -> bool {
-    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    io::stderr().is_terminal() && !refused
+    io::stderr().is_terminal() && permits_colours(std::env::var_os("NO_COLOR").as_deref())
+}
+
+fn permits_colours(no_color: Option<&OsStr>) -> bool {
+    no_color.is_none_or(OsStr::is_empty)
 }
 
 /// Writes the last line of a failing process, even if the filter would suppress it.
@@ -205,62 +212,6 @@ fn write_failure(text: &str) {
     }
 }
 
-/// The fields of an event.
-#[derive(Default)]
-struct Fields {
-    message: String,
-    export: Option<String>,
-    left_out: u64,
-}
-
-impl Fields {
-    fn set(&mut self, field: &Field, value: &dyn fmt::Display) {
-        // Writing to a string does not fail.
-        let _ = match field.name() {
-            "message" => write!(self.message, "{value}"),
-            "export" => write!(self.export.get_or_insert_default(), "{value}"),
-            name => write!(self.message, " {name}={value}"),
-        };
-    }
-}
-
-impl Visit for Fields {
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        if field.name() == "left_out" {
-            self.left_out = value;
-        } else {
-            self.set(field, &value);
-        }
-    }
-
-    fn record_str(&mut self, field: &Field, value: &str) {
-        self.set(field, &value);
-    }
-
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.set(field, &format_args!("{value:?}"));
-    }
-}
-
-/// Formats the fields in a line of text. Control characters, for example in names, are escaped.
-struct TextFields;
-
-impl<'writer> FormatFields<'writer> for TextFields {
-    fn format_fields<R: RecordFields>(
-        &self,
-        mut writer: Writer<'writer>,
-        recorded: R,
-    ) -> fmt::Result {
-        let mut fields = Fields::default();
-        recorded.record(&mut fields);
-        let Fields { message, export, left_out } = fields;
-        let export = export.map(|name| format!("{name}: ")).unwrap_or_default();
-        writer.write_str(&printable(&export))?;
-        writer.write_str(&printable(&message))?;
-        if left_out > 0 { write!(writer, " ({left_out} more were not logged)") } else { Ok(()) }
-    }
-}
-
 /// An event as a line of JSON.
 #[derive(Serialize)]
 struct Line<'a> {
@@ -278,16 +229,45 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// Formats events in the present format of the log. Contains the formatter of text.
-struct Format(TextLines);
-
-type TextLines = tracing_subscriber::fmt::format::Format<Full, SystemTime>;
-
-fn text_lines() -> TextLines {
-    tracing_subscriber::fmt::format().with_target(false)
-}
+/// Formats events in the present format of the log.
+struct Format;
 
 impl<S, N> FormatEvent<S, N> for Format
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        match IS_JSON.load(Ordering::Relaxed) {
+            true => JsonLines.format_event(context, writer, event),
+            false => TextLines.format_event(context, writer, event),
+        }
+    }
+}
+
+/// Returns the fields of an event, with the name of the export in whose span it happens.
+fn fields_of<S, N>(context: &FmtContext<'_, S, N>, event: &Event<'_>) -> Fields
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+{
+    let mut fields = Fields::default();
+    event.record(&mut fields);
+    if fields.export.is_none() {
+        fields.export = export_span::current_export(context);
+    }
+    fields
+}
+
+/// Formats events as lines of text. Control characters, for example in names, are escaped.
+struct TextLines;
+
+impl<S, N> FormatEvent<S, N> for TextLines
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
     N: for<'writer> FormatFields<'writer> + 'static,
@@ -298,17 +278,42 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        if IS_JSON.load(Ordering::Relaxed) {
-            JsonLines.format_event(context, writer, event)
-        } else if is_journal() {
+        let Fields { message, export, left_out } = fields_of(context, event);
+        let level = *event.metadata().level();
+        if is_journal() {
             // The journal adds the time.
-            let level = *event.metadata().level();
             write!(writer, "<{}>{level} ", journal_priority(level))?;
-            context.format_fields(writer.by_ref(), event)?;
-            writeln!(writer)
+        } else if writer.has_ansi_escapes() {
+            writer.write_str(DIM)?;
+            SystemTime.format_time(&mut writer)?;
+            write!(writer, "{PLAIN} {}{level:>5}{PLAIN} ", colour(level))?;
         } else {
-            self.0.format_event(context, writer, event)
+            SystemTime.format_time(&mut writer)?;
+            write!(writer, " {level:>5} ")?;
         }
+        if let Some(export) = export {
+            write!(writer, "{}: ", printable(&export))?;
+        }
+        writer.write_str(&printable(&message))?;
+        if left_out > 0 {
+            write!(writer, " ({left_out} more were not logged)")?;
+        }
+        writeln!(writer)
+    }
+}
+
+/// Escape sequences of a terminal.
+const DIM: &str = "\x1b[2m";
+const PLAIN: &str = "\x1b[0m";
+
+/// The escape sequence of a level: red, yellow, green, blue, magenta.
+fn colour(level: Level) -> &'static str {
+    match level {
+        Level::ERROR => "\x1b[31m",
+        Level::WARN => "\x1b[33m",
+        Level::INFO => "\x1b[32m",
+        Level::DEBUG => "\x1b[34m",
+        Level::TRACE => "\x1b[35m",
     }
 }
 
@@ -331,12 +336,11 @@ where
 {
     fn format_event(
         &self,
-        _: &FmtContext<'_, S, N>,
+        context: &FmtContext<'_, S, N>,
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        let mut fields = Fields::default();
-        event.record(&mut fields);
+        let fields = fields_of(context, event);
         let mut timestamp = String::new();
         SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
         let line = Line {
@@ -397,15 +401,68 @@ mod tests {
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .with_ansi(false)
-            .with_target(false)
-            .without_time()
-            .fmt_fields(TextFields)
+            .event_format(TextLines)
             .finish();
         tracing::subscriber::with_default(subscriber, events);
         let text = text_of(&kept);
-        let lines: Vec<_> = text.lines().map(str::trim).collect();
-        let first = "WARN a \"disk\"\\n: a line of 2 (3 more were not logged)";
-        assert_eq!(lines, [first, "INFO plain"]);
+        let lines: Vec<_> =
+            text.lines().map(|line| line.split_once("Z ").expect("a time").1).collect();
+        let first = " WARN a \"disk\"\\n: a line of 2 (3 more were not logged)";
+        assert_eq!(lines, [first, " INFO plain"]);
+    }
+
+    /// Lines of a disk have no field of their own. No filter suppresses the name, also not a filter
+    /// that was in force when the span began.
+    #[test]
+    fn lines_in_the_span_of_an_export_have_its_name() {
+        let kept = Kept::default();
+        let lines = tracing_subscriber::fmt::layer().with_writer(kept.clone());
+        let off = export_span::with_spans(filter::parse("off").unwrap());
+        let (filter, handle) = tracing_subscriber::reload::Layer::new(off);
+        let subscriber = tracing_subscriber::registry()
+            .with(filter)
+            .with(ExportNames)
+            .with(lines.event_format(JsonLines));
+        tracing::subscriber::with_default(subscriber, || {
+            let span = export_span("vm\"1");
+            span.in_scope(|| tracing::error!("not logged"));
+            handle.reload(export_span::with_spans(filter::parse("warn").unwrap())).unwrap();
+            let of_thread = span.clone();
+            let write = move || of_thread.in_scope(|| tracing::warn!("/a.img: answers again"));
+            let dispatch = tracing::dispatcher::get_default(Clone::clone);
+            let logged = move || tracing::dispatcher::with_default(&dispatch, write);
+            std::thread::spawn(logged).join().unwrap();
+            span.in_scope(|| tracing::warn!(export = "other", "a field comes first"));
+            tracing::warn!("outside");
+            export_span("").in_scope(|| tracing::warn!("without a name"));
+        });
+        let lines = text_of(&kept);
+        let lines: Vec<serde_json::Value> =
+            lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let exports: Vec<_> = lines.iter().map(|line| line.get("export")).collect();
+        let expected = [Some(&"vm\"1".into()), Some(&"other".into()), None, None];
+        assert_eq!(exports, expected, "{lines:#?}");
+    }
+
+    #[test]
+    fn no_color_switches_colours_off_unless_it_is_empty() {
+        for (value, expected) in [(None, true), (Some(""), true), (Some("1"), false)] {
+            assert_eq!(permits_colours(value.map(OsStr::new)), expected, "{value:?}");
+        }
+    }
+
+    #[test]
+    fn colours_are_escapes_around_time_and_level() {
+        let kept = Kept::default();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(kept.clone())
+            .with_ansi(true)
+            .event_format(TextLines)
+            .finish();
+        tracing::subscriber::with_default(subscriber, || tracing::info!("plain"));
+        let text = text_of(&kept);
+        assert!(text.starts_with("\x1b[2m20"), "{text:?}");
+        assert!(text.ends_with("Z\x1b[0m \x1b[32m INFO\x1b[0m plain\n"), "{text:?}");
     }
 
     #[test]

@@ -325,6 +325,44 @@ fn requests_fail_at_the_deadline_that_was_set() -> Result<()> {
     Ok(())
 }
 
+/// The lines come from the thread that opens a disk and from an IoThread.
+#[test]
+fn lines_about_a_disk_name_its_export() -> Result<()> {
+    if !is_installed("qemu-nbd") || !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let image = folders.path("image.qcow2");
+    let path = image.to_str().context("a path with an odd name")?;
+    run_program("qemu-img", &["create", "-q", "-f", "qcow2", path, "1M"])?;
+    std::fs::OpenOptions::new().write(true).open(&image)?.set_len(1 << 20)?;
+    let raw = format!("name=vm2,socket-path={},blk-file={path}", folders.socket("2").display());
+
+    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let options = ["--log-format", "json", "--name", "vm1", "--export", &raw];
+    let mut daemon = serve(&folders, &server.uri("disk"), &options)?;
+    run(&mut bench(&folders.socket("vm.sock"), "--number_ios 10")?)?.expect_code(0)?;
+    server.kill()?;
+    daemon.wait_for("a connection broke")?;
+    let _smaller =
+        NbdServer::start_qemu_nbd(&folders, &folders.disk("small.img", DISK_BYTES / 2)?)?;
+    daemon.wait_for("is back after")?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    for (words, export) in [
+        ("a connection broke", "vm1"),
+        ("the export has shrunk to 33554432 bytes", "vm1"),
+        ("is back after", "vm1"),
+        ("qcow2 image", "vm2"),
+    ] {
+        let line = log.lines().find(|line| line.contains(words));
+        let line = line.with_context(|| format!("no line about {words}: {log}"))?;
+        let line: serde_json::Value = serde_json::from_str(line).context("a line is no JSON")?;
+        ensure!(line["export"] == export, "{line}");
+    }
+    Ok(())
+}
+
 /// With `unflushed=lost` unflushed writes count as lost after a break, and a process that takes
 /// over knows of them or of their loss.
 #[test]

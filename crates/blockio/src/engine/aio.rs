@@ -302,14 +302,16 @@ fn has_pool_threads(file: &OpenFile) -> bool {
 #[cold]
 fn log_blocked_submit(file: &OpenFile, now: Instant, waited: Duration) {
     if let Some(time) = file.set_blocks_submits(now) {
-        tracing::warn!(
-            "{}: a submit blocked for {} ms and delayed every disk of the IoThread (or this \
-             process was stopped); pool threads serve this disk for {} minutes, then Linux AIO \
-             again",
-            file.path().display(),
-            waited.as_millis(),
-            time.as_secs() / 60
-        );
+        file.in_span(|| {
+            tracing::warn!(
+                "{}: a submit blocked for {} ms and delayed every disk of the IoThread (or this \
+                 process was stopped); pool threads serve this disk for {} minutes, then Linux \
+                 AIO again",
+                file.path().display(),
+                waited.as_millis(),
+                time.as_secs() / 60
+            );
+        });
     }
 }
 

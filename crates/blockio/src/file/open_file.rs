@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
+use tracing::Span;
 
 use crate::executor::sync::Lock;
 use crate::file::device_queue::Device;
@@ -28,6 +29,8 @@ pub struct OpenFile {
     file: OwnedFd,
     /// For the log; empty if unknown.
     path: PathBuf,
+    /// The span in which the file was opened, for its lines in the log.
+    span: Span,
     /// The reason against polling for completions; unset while polling is allowed.
     not_polled: OnceLock<&'static str>,
     is_logged: AtomicBool,
@@ -79,6 +82,7 @@ impl OpenFile {
         let device = if direct { Device::for_file(&file) } else { None };
         Self {
             path: path.to_owned(),
+            span: Span::current(),
             not_polled: place,
             is_block_device,
             device,
@@ -91,6 +95,12 @@ impl OpenFile {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Runs `log`, whose lines are about the file, in the span in which the file was opened.
+    #[cold]
+    pub(crate) fn in_span(&self, log: impl FnOnce()) {
+        self.span.in_scope(log);
     }
 
     pub(crate) fn is_block_device(&self) -> bool {
@@ -162,11 +172,13 @@ impl OpenFile {
     fn log_loss(&self, kind: OpKind) {
         let Err(error) = self.loss.check() else { return };
         let what = if kind == OpKind::Flush { "flush" } else { "FUA write" };
-        tracing::error!(
-            "{}: a {what} failed: {error}; written data may be lost, so all further flushes and \
-             FUA writes fail; check the disk, then restart this export",
-            self.path.display(),
-        );
+        self.in_span(|| {
+            tracing::error!(
+                "{}: a {what} failed: {error}; written data may be lost, so all further flushes \
+                 and FUA writes fail; check the disk, then restart this export",
+                self.path.display(),
+            );
+        });
     }
 
     /// The time since when a late op is in the kernel, if there is one.
@@ -206,7 +218,9 @@ impl OpenFile {
         if let Some(why) = self.not_polled.get()
             && !self.is_logged.swap(true, Ordering::Relaxed)
         {
-            tracing::info!("{}: cannot poll for completions: {why}", self.path.display());
+            self.in_span(|| {
+                tracing::info!("{}: cannot poll for completions: {why}", self.path.display());
+            });
         }
     }
 }
@@ -217,6 +231,7 @@ impl From<OwnedFd> for OpenFile {
         Self {
             file,
             path: PathBuf::new(),
+            span: Span::none(),
             not_polled,
             is_logged,
             is_block_device: false,

@@ -64,16 +64,21 @@ impl StalledOps {
     /// completed while this thread did not run are not late.
     #[cold]
     pub(crate) fn check_and_log(&self, now: Instant, slots: &Slots, stats: &Stats) {
-        for report in self.check(now, slots, stats) {
-            match report {
+        for (file, report) in self.check(now, slots, stats) {
+            file.in_span(|| match report {
                 StallReport::Late { .. } => tracing::warn!("{report}"),
                 StallReport::Answers { .. } => tracing::info!("{report}"),
-            }
+            });
         }
     }
 
     /// Checks all ops, and counts each that has become late since the last check.
-    fn check(&self, now: Instant, slots: &Slots, stats: &Stats) -> Vec<StallReport> {
+    fn check(
+        &self,
+        now: Instant,
+        slots: &Slots,
+        stats: &Stats,
+    ) -> Vec<(Arc<OpenFile>, StallReport)> {
         let before = self.due.replace(now + CHECK_INTERVAL) - CHECK_INTERVAL;
         let disks = &mut *self.disks.borrow_mut();
         disks.iter_mut().for_each(|disk| disk.is_found = false);
@@ -91,7 +96,7 @@ impl StalledOps {
             // Another IoThread may have a late op of this disk. It sets the time again at its next
             // check.
             disk.file.set_stalled_since(disk.is_found.then_some(disk.oldest.0));
-            reports.extend(disk.report(now, slots));
+            reports.extend(disk.report(now, slots).map(|report| (Arc::clone(&disk.file), report)));
             disk.is_found
         });
         reports
@@ -193,7 +198,7 @@ mod tests {
             let now = self.start + second * SECOND;
             assert!(now >= self.stalled.due());
             let reports = self.stalled.check(now, &self.slots, &self.stats);
-            reports.iter().map(ToString::to_string).collect()
+            reports.iter().map(|(_, report)| report.to_string()).collect()
         }
     }
 

@@ -114,7 +114,7 @@ impl Drop for Lease<'_> {
             return;
         };
         if !is_idle && !shared.is_over() {
-            log_unflushed(&shared.options, shared.on_break(), true);
+            log_unflushed(shared, shared.on_break(), true);
             if let Some(abandoned) = pipe.abandon_link(self.index) {
                 hand_to_another(pipe, flow, abandoned, DrainSignal::Close);
             }
@@ -225,6 +225,7 @@ fn check(
     check_not_less(shared, now)?;
     let known = record_size(shared, now.size_bytes, asked);
     if now.size_bytes < then.size_bytes && known.is_some_and(|known| known != now.size_bytes) {
+        let _span = shared.span.enter();
         tracing::warn!(
             "{}: the export has shrunk to {} bytes; the server may fail requests beyond its end",
             shared.options,
@@ -441,6 +442,7 @@ impl Pipe {
         self.requests.borrow_mut().links[index].stalled_since = stalled_since;
         self.publish_condition(None);
         let name = &self.shared.options;
+        let _span = self.shared.span.enter();
         match self.shared.check_stalled(self.number, now, was_answered) {
             Some(Line::Waits(age)) => tracing::warn!(
                 "{name}: the server has not answered an operation for {} s; requests wait for it; \

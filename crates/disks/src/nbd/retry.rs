@@ -4,9 +4,8 @@ use std::time::{Duration, Instant};
 
 use blockio::clock;
 
-use super::options::NbdOptions;
 use super::pipe::Pipe;
-use super::shared::UnflushedChanges;
+use super::shared::{Shared, UnflushedChanges};
 
 /// The wait before the server is tried again. It doubles from the first to the second.
 pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);
@@ -55,6 +54,7 @@ impl Retry {
         {
             why.clone_into(&mut self.logged_reason);
             self.is_logged = true;
+            let _span = pipe.shared.span.enter();
             let name = &pipe.shared.options;
             match pipe.shared.another_pipe(pipe.number) {
                 Some(_) => tracing::warn!(
@@ -73,6 +73,7 @@ impl Retry {
     /// Logs a broken connection. Repeated breaks get a line now and then, but a loss of data always
     /// does: it happens once.
     pub(super) fn record_break(&mut self, pipe: &Pipe, ended: &Ended) {
+        let _span = pipe.shared.span.enter();
         let name = &pipe.shared.options;
         let Ended { why, again, held, .. } = ended;
         let since = *self.since.get_or_insert_with(clock::now);
@@ -91,7 +92,7 @@ impl Retry {
                 );
             }
         }
-        log_unflushed(name, ended.unflushed, self.is_logged);
+        log_unflushed(&pipe.shared, ended.unflushed, self.is_logged);
     }
 
     pub(super) fn record_return(&mut self, pipe: &Pipe) {
@@ -99,13 +100,15 @@ impl Retry {
         let is_logged = std::mem::take(&mut self.is_logged);
         if let Some(since) = self.since.take().filter(|_| is_logged) {
             let seconds = since.elapsed().as_secs();
+            let _span = pipe.shared.span.enter();
             tracing::info!("{} is back after {seconds} s", pipe.shared.options);
         }
     }
 }
 
 /// Logs the state of changes that were not flushed; a loss in any case.
-pub(super) fn log_unflushed(name: &NbdOptions, unflushed: UnflushedChanges, is_logged: bool) {
+pub(super) fn log_unflushed(shared: &Shared, unflushed: UnflushedChanges, is_logged: bool) {
+    let (name, _span) = (&shared.options, shared.span.enter());
     match unflushed {
         UnflushedChanges::Lost => tracing::error!(
             "{name}: unflushed writes may be lost, so all further flushes fail; check the disk, \

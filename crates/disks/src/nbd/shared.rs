@@ -9,6 +9,7 @@ use blockio::disk::DiskState;
 use blockio::driver::{Line, RateLimit, StallLog};
 use blockio::executor::Lock;
 use blockio::{Io, Remote};
+use tracing::Span;
 
 use super::connect::{Connected, QuestionNumber};
 use super::handshake::{Facts, can};
@@ -18,6 +19,8 @@ use super::write_fence::Held;
 /// The state that all IoThreads share.
 pub(super) struct Shared {
     pub(super) options: NbdOptions,
+    /// The span in which the disk was opened, for its lines in the log.
+    pub(super) span: Span,
     /// True if the disk was opened read-only.
     pub(super) read_only: bool,
     /// The server's machine counts as gone after this long a silence.
@@ -147,6 +150,7 @@ impl Shared {
         };
         Self {
             options,
+            span: Span::current(),
             read_only,
             silence,
             facts,
@@ -322,6 +326,7 @@ impl Shared {
     /// have.
     pub(super) fn record_failed_flush(&self, errno: i32) {
         if !self.is_lost.swap(true, Ordering::Relaxed) {
+            let _span = self.span.enter();
             tracing::error!(
                 "{}: the server has failed a flush: {}; data written since the last successful \
                  flush may be lost, and all further flushes fail; check the server and the disk, \

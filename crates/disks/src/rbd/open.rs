@@ -10,6 +10,7 @@ use std::time::Duration;
 use blockio::disk::DiskInfo;
 use blockio::file::open_regular;
 use blockio::{DiskOptions, Error};
+use tracing::Span;
 
 use super::image::{Cluster, Image, Pool, c_text};
 use crate::spec::RbdSpec;
@@ -60,8 +61,9 @@ pub(super) fn open(
         direct: options.direct,
     };
     let (opened, opening) = mpsc::channel();
-    let of_thread = name.clone();
+    let (of_thread, span) = (name.clone(), Span::current());
     let work = move || {
+        let _span = span.enter();
         let result = open_patiently(&of_thread, info);
         // The caller has left if it took too long. Dropping it closes it, here.
         drop(opened.send(result));

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use blockio::Error;
 use blockio::executor::{FairSemaphore, Lock};
 use iomem::fits;
+use tracing::Span;
 
 use super::image::Image;
 
@@ -17,6 +18,8 @@ pub(super) struct Shared {
     pub(super) image: Image,
     /// The name in messages.
     pub(super) name: String,
+    /// The span in which the image was opened, for its lines in the log.
+    span: Span,
     /// The number of bytes that lie together in one object, or in neighbours over which they are
     /// spread.
     pub(super) object_bytes: u64,
@@ -46,6 +49,7 @@ impl Shared {
         Self {
             image,
             name,
+            span: Span::current(),
             object_bytes,
             discards: FairSemaphore::new(DISCARDS_AT_ONCE),
             lost: AtomicI32::new(0),
@@ -83,6 +87,7 @@ impl Shared {
                 }
                 _ => "check the cluster (`ceph -s`)",
             };
+            let _span = self.span.enter();
             tracing::error!(
                 "rbd {}: {error}; data written since the last flush may be lost, and all further \
                  flushes fail; {advice}, then restart the export",

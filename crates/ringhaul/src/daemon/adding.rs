@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use disks::open::CancelToken;
+use tracing::Span;
 
 use super::Daemon;
 use crate::control::subscribers::{EventDetails, ExportEvent};
 use crate::control::{ExportSetup, FailedExport, OpeningExport, ReadyExport};
+use crate::log::export_span;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::{ParallelCalls, Yield};
 use crate::process::service_manager;
@@ -231,7 +233,8 @@ impl Daemon {
         let bind = |export: OpeningExport| {
             let disks = disks.by_ref().take(export.spec().disks().len()).collect();
             let export = export.claim()?;
-            match self.endpoint(export.spec()) {
+            let span = export_span(&export.spec().name());
+            match span.in_scope(|| self.endpoint(export.spec())) {
                 Ok(endpoint) => Ok(BoundExport { disks, endpoint, export }),
                 Err(error) => Err(export.fail(error.into())),
             }
@@ -347,8 +350,9 @@ struct PendingDisks {
     export: OpeningExport,
 }
 
-/// A disk, the settings of its export, its lease id, and its cancellation token.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, CancelToken);
+/// A disk, the settings of its export, its lease id, its cancellation token, and the span of its
+/// export.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, CancelToken, Span);
 
 /// All disks of some exports, which are opened side by side.
 struct ExportOpener {
@@ -368,13 +372,16 @@ impl ExportOpener {
             let (disks, lease_ids) = (export.spec().disks(), export.spec().lease_ids());
             places.extend((0..disks.len()).map(|place| (index, place)));
             let disks = disks.into_iter().zip(lease_ids);
-            let wanted = disks.map(|(disk, lease_id)| (disk, lease_id, export.cancel_token()));
+            let span = export_span(&export.spec().name());
+            let wanted =
+                disks.map(|(disk, lease_id)| (disk, lease_id, export.cancel_token(), span.clone()));
             let before = to_open.len();
             to_open.extend(wanted);
             let disks = to_open[before..].iter().map(|_| None).collect();
             exports.push(Some(PendingDisks { disks, export }));
         }
-        let open = move |(disk, lease_id, token): WantedDisk, give_way: Yield<'_>| {
+        let open = move |(disk, lease_id, token, span): WantedDisk, give_way: Yield<'_>| {
+            let _span = span.enter();
             if waits_for_stale_locks {
                 OpenDisk::open_waiting(&disk, lease_id, &token, give_way)
             } else {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
+use tracing::Span;
 use vhost_user::PassedFds;
 
 use super::Daemon;
@@ -17,6 +18,7 @@ use crate::control::hand_over_state::{
 };
 use crate::control::{ExportSetup, FailedExport};
 use crate::daemon::format::ProcessOptions;
+use crate::log::export_span;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
 use crate::socket::{Endpoint, EndpointState};
@@ -191,10 +193,11 @@ impl Daemon {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds));
             endpoints.push(endpoint.transpose().context("cannot take over a socket")?);
+            let span = export_span(&spec.name());
             for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
             {
                 let file = fds.take_some(*file).context("cannot take over a disk")?;
-                wanted.push((disk, file.map(File::from), *size_bytes));
+                wanted.push((disk, file.map(File::from), *size_bytes, span.clone()));
             }
             engines.extend(handed.into_iter().map(|disk| disk.engine));
             specs.push(spec);
@@ -341,14 +344,15 @@ fn release_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-/// A disk of the old process, its file and its size.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64);
+/// A disk of the old process, its file and its size, and the span of its export.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64, Span);
 
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
-    let mut opening = ParallelCalls::begin(wanted, |(disk, file, size_bytes): WantedDisk, _| {
-        OpenDisk::take_over(&disk, file, size_bytes)
+    let mut opening = ParallelCalls::begin(wanted, |wanted: WantedDisk, _| {
+        let (disk, file, size_bytes, span) = wanted;
+        span.in_scope(|| OpenDisk::take_over(&disk, file, size_bytes))
     });
     while let Some((number, disk)) = opening.next(None) {
         disks[number] = Some(disk??);

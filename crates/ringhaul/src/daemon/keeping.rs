@@ -10,6 +10,7 @@ use super::Daemon;
 use super::adding::{OpeningThread, Restoring};
 use crate::daemon::saved_state::changes::Merged;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
+use crate::log::export_span;
 use crate::open::disk::OpenDisk;
 use crate::spec::command::{Command, CommandError, ExportState, Reply};
 use crate::spec::lease_id::lease_id;
@@ -163,8 +164,9 @@ impl Daemon {
                     return true;
                 }
                 let lease_id = lease_id(&endpoint, Some(place));
-                let opened =
-                    OpenDisk::open(&unit.disk(&settings), lease_id, &CancelToken::default());
+                let disk = unit.disk(&settings);
+                let opened = export_span(&name)
+                    .in_scope(|| OpenDisk::open(&disk, lease_id, &CancelToken::default()));
                 let Err(error) = opened else { return true };
                 report_lost(&name, &format!("unit {place} cannot be restored: {error:#}"));
                 at_fault += 1;

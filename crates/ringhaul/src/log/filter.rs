@@ -12,8 +12,17 @@ pub(super) const DEFAULT_LEVEL: LevelFilter = LevelFilter::INFO;
 const LEVELS: &str = "error, warn (or warning), info, debug, trace and off";
 
 /// The crates that write to the log.
-const CRATES: &[&str] =
-    &["blockio", "device", "imago", "iomem", "ringhaul", "ringhaul_bench", "virtqueue"];
+const CRATES: &[&str] = &[
+    "blockio",
+    "device",
+    "disks",
+    "imago",
+    "iomem",
+    "ringhaul",
+    "ringhaul_bench",
+    "vhost_user",
+    "virtqueue",
+];
 
 /// Understands a filter. A later directive about the same part replaces the earlier one.
 ///
@@ -78,6 +87,7 @@ mod tests {
             ("info, blockio=debug", "blockio::engine", Level::DEBUG, true),
             ("info, blockio=debug", "ringhaul", Level::DEBUG, false),
             ("blockio::engine=trace", "blockio::engine::aio", Level::TRACE, true),
+            ("off,disks=debug", "disks::nbd", Level::DEBUG, true),
             ("blockio::engine=trace", "blockio::turn", Level::DEBUG, false),
             // A filter about one part leaves the rest at the default level.
             ("blockio=debug", "ringhaul", Level::INFO, true),

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use rustix::event::Timespec;
 use rustix::fd::OwnedFd;
+use tracing::Span;
 
 pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use ring::Ring;
@@ -32,7 +33,8 @@ pub(in crate::engine) fn sleep(
     timeout
 }
 
-/// Starts a thread for work that may block.
+/// Starts a thread for work that may block. Its lines in the log have the span of the caller.
 pub fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
-    thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
+    let span = Span::current();
+    thread::Builder::new().name(name.to_owned()).spawn(move || span.in_scope(work)).map(drop)
 }
