@@ -291,13 +291,6 @@ pub(super) mod tests {
         (examiner, sender)
     }
 
-    /// Returns an examiner whose mapping thread hangs until the sender is dropped.
-    pub(crate) fn hung_maps() -> (Arc<Examiner>, mpsc::Sender<()>) {
-        let examiner = Arc::new(Examiner::default());
-        let sender = hang_in(&examiner.maps);
-        (examiner, sender)
-    }
-
     impl Examiner {
         /// The number of jobs that wait for the closing thread.
         pub(crate) fn closes(&self) -> usize {

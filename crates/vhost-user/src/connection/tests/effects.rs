@@ -3,7 +3,6 @@
 use virtqueue::driver::{Desc, Driver};
 use virtqueue::{MemoryFiles, QueueConfig};
 
-use super::super::super::examiner::tests::hung_maps;
 use super::*;
 
 const QUEUE: u64 = GUEST_ADDR + 0x4000;
@@ -55,8 +54,6 @@ fn a_table_may_be_longer_than_its_regions() {
 fn a_file_that_may_be_no_memory_is_mapped_on_another_thread() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.connection.setup.rules.files = MemoryFiles::Any;
-    let (examiner, hang) = hung_maps();
-    scene.connection.setup.examiner = examiner;
     let file = tempfile::tempfile().unwrap();
     file.set_len(MEMORY_BYTES).unwrap();
     let memory = scene.memory();
@@ -67,11 +64,12 @@ fn a_file_that_may_be_no_memory_is_mapped_on_another_thread() {
     let Outcome::Later(Work::Map(map, Purpose::Guest)) = outcome else {
         panic!("it does not wait");
     };
-    scene.woken.0.store(false, Ordering::Release);
-    assert!(map.check().is_pending());
-    drop(hang);
-    wait_until(|| scene.woken.0.load(Ordering::Acquire));
-    assert!(matches!(map.check(), Poll::Ready(Some(Ok(_)))));
+    let mut mapped = map.check();
+    if mapped.is_pending() {
+        wait_until(|| scene.woken.0.load(Ordering::Acquire));
+        mapped = map.check();
+    }
+    assert!(matches!(mapped, Poll::Ready(Some(Ok(_)))));
     scene.end();
 }
 
