@@ -589,6 +589,8 @@ mod tests {
             (&[8, 24], 16, 8, &[8, 8]),
             // The cut is at a multiple of the unit from the start of its range.
             (&[4, 24], 16, 8, &[4, 8]),
+            // A range behind the cut is not next to the range before it.
+            (&[24, 4], 20, 8, &[16]),
             (&[4, 24, 4], 12, 16, &[4]),
             (&[8, 8], 16, 8, &[8, 8]),
             (&[1; 1500], 1200, 1, &[1; IOVECS_MAX]),

@@ -97,6 +97,19 @@ impl Memory {
     }
 }
 
+impl Drop for Spare {
+    fn drop(&mut self) {
+        let iovecs: usize = self.lists.iter().map(|storage| storage_iovecs(storage)).sum();
+        debug_assert_eq!(self.iovecs, iovecs, "the sum is that of the lists");
+        debug_assert!(iovecs <= MAX_SPARE_IOVECS, "{iovecs} iovecs are spare");
+        let is_empty = |parts: &Parts| {
+            let is_used = parts.memory.is_some() || parts.kept.is_some();
+            !is_used && parts.iovecs.is_empty() && (parts.first, parts.bytes) == (0, 0)
+        };
+        debug_assert!(self.lists.iter().all(|parts| is_empty(parts)), "a spare list has content");
+    }
+}
+
 /// The size of a list's storage in iovecs: the capacity for ranges, and the list itself.
 #[inline]
 fn storage_iovecs(storage: &Parts) -> usize {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::panicking;
 
 /// A limit on mapped bytes, for one front-end or for a whole process. Clones share one count.
 ///
@@ -79,6 +80,13 @@ impl MappingBudget {
         if let Some(parent) = &self.0.parent {
             parent.give_back(bytes);
         }
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        let mapped_bytes = *self.mapped_bytes.get_mut();
+        debug_assert!(mapped_bytes == 0 || panicking(), "{mapped_bytes} bytes have no share");
     }
 }
 

@@ -129,11 +129,13 @@ impl World {
         }
     }
 
-    /// Stops the queue with unanswered requests, and starts it again.
+    /// Stops the queue with unanswered requests, and starts it again or goes on.
     fn stop(&mut self, life: &mut Life) {
         let _ = life.queue.publish();
         life.queue.unmark_rest();
-        *life = self.live();
+        if self.below(2) == 0 {
+            *life = self.live();
+        }
     }
 
     fn finish(&mut self, life: &mut Life) {

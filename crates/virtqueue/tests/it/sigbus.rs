@@ -175,6 +175,42 @@ fn a_queue_whose_inflight_account_is_gone_is_bad() {
     assert_eq!(ring.used_idx(), 1);
 }
 
+/// The account reads as a new one, and no request would ever be found in it.
+#[test]
+fn an_inflight_account_that_is_gone_is_not_opened() {
+    let (ring, _files) = ring();
+    let (config, file) = region(0, REGION);
+    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
+    let memory = LocalMemory::new(Arc::clone(&ring.memory));
+    file.set_len(0).unwrap();
+    let opened = SplitQueue::with_inflight(memory, ring.config, &region.queue(0).unwrap());
+    assert_eq!(opened.unwrap_err(), InflightError::Gone.into());
+}
+
+/// The pop that notices the loss begins again, and must not skip a request.
+#[test]
+fn requests_of_an_earlier_process_survive_a_lost_region() {
+    let (mut ring, files) = ring();
+    let region = GuestMemory::anonymous(&[(0, REGION)]).unwrap();
+    let region = InflightRegion::new(Arc::new(region), 1, 8).unwrap();
+    let account = region.queue(0).unwrap();
+    let memory = LocalMemory::new(Arc::clone(&ring.memory));
+    let (mut before, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
+    for head in [2, 1, 0] {
+        ring.chain(head, &[(BORDER, 16, F_WRITE)]);
+        assert_eq!(pop(&mut before).head, head);
+    }
+    drop(before);
+
+    let memory = LocalMemory::new(Arc::clone(&ring.memory));
+    let (mut queue, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
+    files[2].set_len(0).unwrap();
+    ring.memory.write(ISLAND, b"lost").unwrap();
+    assert!(!ring.memory.is_intact());
+    let heads = [(); 3].map(|()| pop(&mut queue).head);
+    assert_eq!((heads, queue.has_recovered(), queue.in_device()), ([2, 1, 0], false, 3));
+}
+
 /// More regions than a chunk of the table holds. They come, are lost, and go.
 #[test]
 fn every_lost_region_is_found_among_many() {
