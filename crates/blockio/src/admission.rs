@@ -19,6 +19,7 @@
 mod backlog;
 mod bytes;
 mod devices;
+mod idle;
 mod shares;
 
 use std::collections::VecDeque;
@@ -580,14 +581,19 @@ mod tests {
 
         /// Completes the oldest op of a disk. Returns the ops that have room after that.
         fn complete(&mut self, disk: usize) -> Vec<(usize, u32)> {
+            self.release(disk);
+            self.lanes.after_harvest(true, Instant::now());
+            self.take_in()
+        }
+
+        /// Completes the oldest op of a disk in the engine, and looks for no waiting ops.
+        fn release(&mut self, disk: usize) {
             let place = self.engine.iter().position(|(of, _)| *of == disk).unwrap();
             let (_, slot) = self.engine.remove(place);
             let &(is_transfer, _, units) = &self.ops.0[slot as usize];
             let kind = if is_transfer { OpKind::Read } else { OpKind::Flush };
             let what = (kind, self.ops.bytes(slot));
             self.lanes.release(self.files[disk].lane(), units, what);
-            self.lanes.after_harvest(true, Instant::now());
-            self.take_in()
         }
 
         /// Gives the engine the ops that have room now.
@@ -598,6 +604,37 @@ mod tests {
                 begun.push((self.disks[slot as usize], slot));
             }
             begun
+        }
+    }
+
+    impl Drop for Bench {
+        /// Completes all ops: in the end nothing is counted, whatever a test has done.
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                return;
+            }
+            while let Some((disk, _)) = self.engine.first().copied() {
+                self.lanes.begin_round();
+                self.complete(disk);
+            }
+            assert!(!self.lanes.has_backlog(), "ops wait for an empty engine");
+            self.lanes.assert_idle();
+        }
+    }
+
+    #[test]
+    fn a_closed_lane_admits_no_op() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let disk = bench.attach(None);
+        assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Now(1));
+        bench.lanes.close();
+        assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Never);
+        bench.complete(disk);
+        assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Never, "after a harvest");
+        let other = bench.attach(None);
+        for disk in [disk, other] {
+            assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Never);
+            assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Never, "with a new disk");
         }
     }
 
@@ -635,7 +672,7 @@ mod tests {
         let flush = u32::try_from(bench.ops.0.len()).unwrap();
         assert_eq!(bench.start(disk, OpKind::Flush, 0), Admission::Later);
         // A read ends, and the loop has not looked for waiting ops yet.
-        bench.lanes.release(bench.files[disk].lane(), 1, (OpKind::Read, 4096));
+        bench.release(disk);
         assert_eq!(bench.start(disk, OpKind::Read, 4096), Admission::Later);
         assert_eq!(bench.take_in(), [(disk, flush)]);
     }

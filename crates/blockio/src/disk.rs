@@ -202,6 +202,14 @@ impl Disk {
         Ok(extent.in_blocks(len, self.info.logical_block_bytes))
     }
 
+    /// Acts as if the file system of the disk had refused a durable write.
+    #[cfg(test)]
+    fn forget_dsync(&self) {
+        if let Kind::File(disk) = &self.kind {
+            disk.forget_dsync();
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn is_known_to_block(&self) -> bool {
         matches!(&self.kind, Kind::File(disk) if disk.is_known_to_block())

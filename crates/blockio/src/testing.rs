@@ -88,6 +88,45 @@ struct State {
     /// The number of queries for the size, and the number of the query with a delayed answer.
     asked: usize,
     kept_back: usize,
+    hand_over: HandOverFacts,
+    /// Calls that a layer passes on.
+    calls: Vec<Call>,
+}
+
+/// Answers of a disk about its state, for a hand-over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HandOverFacts {
+    /// See [`DriverSource::is_flushed`].
+    pub is_flushed: bool,
+    /// See [`DriverSource::may_still_change`].
+    pub may_still_change: bool,
+    /// See [`DriverSource::is_written_back`].
+    pub is_written_back: bool,
+}
+
+impl Default for HandOverFacts {
+    fn default() -> Self {
+        Self { is_flushed: false, may_still_change: false, is_written_back: true }
+    }
+}
+
+/// A call of a method of the disk's source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// `inherit` with these arguments.
+    Inherit(Option<i32>, bool),
+    /// `abandon`.
+    Abandon,
+    /// `write_back`.
+    WriteBack,
+    /// `release_lock`.
+    ReleaseLock,
+    /// `probe_space`.
+    ProbeSpace,
+    /// `check_new_size` with this size.
+    CheckSize(u64),
+    /// `adopt_size` with this size.
+    AdoptSize(u64),
 }
 
 impl State {
@@ -217,6 +256,20 @@ impl RemoteStub {
         self.change(|state| state.kept_back = number);
     }
 
+    /// Sets the answers about a hand-over.
+    pub fn set_hand_over(&self, facts: HandOverFacts) {
+        self.change(|state| state.hand_over = facts);
+    }
+
+    /// Takes the calls since the last time.
+    pub fn take_calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.state().calls)
+    }
+
+    fn note(&self, call: Call) {
+        self.state().calls.push(call);
+    }
+
     /// The size of the content.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
@@ -301,13 +354,38 @@ impl DriverSource for RemoteStubSource {
         Some(format!("{} jobs", self.0.state().jobs.len()))
     }
 
-    fn inherit(&self, _: Option<i32>, _: bool) {}
+    fn inherit(&self, loss: Option<i32>, is_flushed: bool) {
+        self.0.note(Call::Inherit(loss, is_flushed));
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.0.state().hand_over.is_flushed
+    }
+
+    fn may_still_change(&self) -> bool {
+        self.0.state().hand_over.may_still_change
+    }
+
+    fn is_written_back(&self) -> bool {
+        self.0.state().hand_over.is_written_back
+    }
 
     fn abandon(&self) {
+        self.0.note(Call::Abandon);
         self.0.change(|state| state.was_abandoned = true);
     }
 
+    fn release_lock(&self) {
+        self.0.note(Call::ReleaseLock);
+    }
+
+    fn probe_space(&self) -> Result<(), Error> {
+        self.0.note(Call::ProbeSpace);
+        Ok(())
+    }
+
     fn write_back(&self) -> Result<(), Error> {
+        self.0.note(Call::WriteBack);
         match self.0.state().fails_write_back {
             false => Ok(()),
             true => Err(Error::Options("its cache cannot be written".to_owned())),
@@ -333,7 +411,8 @@ impl DriverSource for RemoteStubSource {
         Ok(self.0.0.0.size_bytes.load(Ordering::Relaxed))
     }
 
-    fn check_new_size(&self, _: u64) -> Result<(), Error> {
+    fn check_new_size(&self, size_bytes: u64) -> Result<(), Error> {
+        self.0.note(Call::CheckSize(size_bytes));
         match self.0.0.0.has_own_size {
             false => Ok(()),
             true => Err(Error::Options("its size is its own affair".to_owned())),
@@ -349,7 +428,9 @@ impl DriverSource for RemoteStubSource {
         !self.0.0.0.has_own_size
     }
 
-    fn adopt_size(&self, _: u64) {}
+    fn adopt_size(&self, size_bytes: u64) {
+        self.0.note(Call::AdoptSize(size_bytes));
+    }
 }
 
 struct RemoteStubDisk {

@@ -153,7 +153,11 @@ impl Drop for IoThread {
         drop(self.io.tasks.mailbox.close());
         // A disk may outlive its IoThread, which can no longer submit its ops or take their
         // results.
-        let slots = &mut self.io.ops.borrow_mut().slots;
+        let ops = &mut *self.io.ops.borrow_mut();
+        if ops.engine.queued() + ops.engine.in_kernel() == 0 {
+            ops.slots.lanes.assert_idle();
+        }
+        let slots = &mut ops.slots;
         slots.lanes.close();
         slots.fail_tracked(clock::now());
     }

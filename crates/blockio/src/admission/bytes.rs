@@ -73,6 +73,11 @@ impl RoundBytes {
         self.in_engines -= counted;
     }
 
+    /// Counted bytes of the ops in all engines.
+    pub(super) fn in_engines(&self) -> usize {
+        self.in_engines
+    }
+
     /// Returns true while disks have work for longer than a wake-up takes.
     pub(super) fn is_busy(&self) -> bool {
         self.in_engines >= BUSY_BYTES

@@ -51,6 +51,11 @@ impl Devices {
         self.0.get_mut(place as usize)?.as_mut()
     }
 
+    /// Requests of all devices that ops in the engine count as.
+    pub(super) fn units(&self) -> u32 {
+        self.0.iter().flatten().map(|used| used.units).sum()
+    }
+
     /// Returns the place of `device`, which has one lane more.
     pub(super) fn attach(&mut self, device: &Arc<Device>) -> u32 {
         let has = |place: &Option<DeviceUse>| {

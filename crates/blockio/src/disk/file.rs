@@ -94,6 +94,11 @@ impl Drop for Attached {
 
 impl FileDisk {
     #[cfg(test)]
+    pub(super) fn forget_dsync(&self) {
+        self.has_dsync.set(false);
+    }
+
+    #[cfg(test)]
     pub(super) fn is_known_to_block(&self) -> bool {
         self.file.blocks_submits()
     }

@@ -4,7 +4,9 @@ use super::*;
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::op::OpKind;
 use crate::thread::IoThread;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 
 /// A flush waits for an earlier flush of another IoThread, which may receive the report of a loss.
 #[test]
@@ -42,4 +44,45 @@ fn a_flush_waits_for_the_report_of_another_flush() {
             });
         }
     }
+}
+
+/// Starts a durable write of a file on the pool, records a loss while the write is in the kernel if
+/// `is_lost`, and returns the errno of the write and the number of flushes.
+fn write_durably(has_dsync: bool, is_lost: bool) -> (Option<i32>, u64) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(8192).unwrap();
+    let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+    let config = IoThreadConfig { engine: EngineKind::Threads.into(), ..IoThreadConfig::default() };
+    let thread = IoThread::new(&config).unwrap();
+    let disk = source.attach(thread.io());
+    if !has_dsync {
+        disk.forget_dsync();
+    }
+    let write = async {
+        let mut write = pin!(disk.write(0, Buffers::aligned(4096, 4096), true));
+        let begun = std::future::poll_fn(|cx| Poll::Ready(write.as_mut().poll(cx))).await;
+        assert!(begun.is_pending(), "the pool answers in another round");
+        if is_lost {
+            source.hand_over().inherit(Some(libc::EIO), false);
+        }
+        write.await
+    };
+    let result = thread.block_on(write).unwrap();
+    let errno = result.err().and_then(|unfinished| unfinished.error().raw_os_error());
+    (errno, thread.io().stats().flush.ops.get())
+}
+
+/// The report of the loss may be about the data of this write.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_fails_if_data_is_lost_while_it_is_in_the_kernel() {
+    assert_eq!(write_durably(true, false), (None, 0));
+    assert_eq!(write_durably(true, true), (Some(libc::EIO), 0), "invariant 11");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_flushes_on_a_file_system_without_durable_writes() {
+    assert_eq!(write_durably(false, false), (None, 1), "invariant 11");
+    assert_eq!(write_durably(false, true), (Some(libc::EIO), 0), "invariant 11");
 }

@@ -224,7 +224,15 @@ fn an_open_disk_can_be_handed_over() {
     file.as_file().set_len(MIB / 2).unwrap();
     let other = DiskHandOver::open(handed(), file.path(), &options).unwrap();
     other.adopt_size(MIB);
+    // The size is that of the other process, even if a probe saw the cut file before.
+    assert_eq!(other.size_probe().unwrap().size_bytes().unwrap(), Some(MIB / 2));
+    other.adopt_size(MIB);
     file.as_file().set_len(MIB).unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = other.attach(thread.io());
+    let last = disk.write(MIB - 512, Buffers::aligned(512, 512), false);
+    assert!(thread.block_on(last).unwrap().is_ok(), "an end that has been seen is no longer one");
+    drop((disk, thread));
     assert_eq!((other.info(), other.identity()), (source.info(), source.identity()));
     assert_eq!((source.hand_over().loss(), other.hand_over().loss()), (Some(libc::EIO), None));
     drop(source);

@@ -3,6 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 use std::task::{Context, Poll, Waker};
+use std::thread::panicking;
 
 use crate::executor::sync::{Mutex, MutexGuard};
 use crate::executor::wait_list::{WaitList, Waiter};
@@ -69,6 +70,12 @@ impl Line {
                 return waker;
             }
         }
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        debug_assert!(self.in_use == 0 || panicking(), "{} units have no member", self.in_use);
     }
 }
 
@@ -272,6 +279,9 @@ mod tests {
         leave(|| line.borrow_mut(), numbers[3], 2);
         leave(|| line.borrow_mut(), numbers[4], 1);
         // A single member has room, regardless of its units.
-        assert!(!line.borrow_mut().enter(100).1 && line.borrow_mut().enter(1).1);
+        let [large, small] = [100, 1].map(|units| line.borrow_mut().enter(units));
+        assert_eq!((large.1, small.1), (false, true));
+        leave(|| line.borrow_mut(), large.0, 100);
+        leave(|| line.borrow_mut(), small.0, 1);
     }
 }

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::task::{Context, Waker};
+use std::thread::panicking;
 
 /// Waiters with a value each. Storage is used again: it allocates only when the list grows.
 #[derive(Debug)]
@@ -22,6 +23,12 @@ pub(crate) struct Waiter<T> {
     value: T,
     /// The waker of the last poll, until it is used.
     waker: Option<Waker>,
+}
+
+impl<T> Drop for WaitList<T> {
+    fn drop(&mut self) {
+        debug_assert!(self.waiters.is_empty() || panicking(), "a waiter outlives its list");
+    }
 }
 
 impl<T> Default for WaitList<T> {

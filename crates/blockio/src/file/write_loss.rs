@@ -361,6 +361,20 @@ mod tests {
         assert!(!scene.loss.note_write(Some(submitted[1])), "it is told once");
     }
 
+    /// The process before may have left writes without a flush.
+    #[test]
+    fn a_failed_fua_write_may_be_about_writes_of_another_process() {
+        for is_flushed in [false, true] {
+            let mut scene = Scene::new();
+            scene.loss.note_foreign_writes();
+            if is_flushed {
+                scene.run(FLUSH, 0);
+            }
+            assert_eq!(scene.run(FUA_WRITE, libc::EIO), !is_flushed);
+            assert_eq!(scene.is_lost(), !is_flushed);
+        }
+    }
+
     #[test]
     fn fua_writes_that_are_in_the_kernel_together_may_be_told_of_each_other() {
         for fails_first in [true, false] {

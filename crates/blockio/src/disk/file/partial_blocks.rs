@@ -8,6 +8,7 @@ use std::future::poll_fn;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Poll;
+use std::thread::panicking;
 
 use crate::executor::notify::Notify;
 use crate::executor::sync::Lock;
@@ -92,6 +93,12 @@ impl Claims {
 impl Claim {
     fn overlaps(&self, range: &Range<u64>) -> bool {
         self.range.start < range.end && range.start < self.range.end
+    }
+}
+
+impl Drop for Claims {
+    fn drop(&mut self) {
+        debug_assert!(self.list.is_empty() || panicking(), "{:?} have no owner", self.list);
     }
 }
 

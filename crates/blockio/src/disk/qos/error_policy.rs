@@ -1,6 +1,7 @@
 //! The treatment of requests that a disk fails: reported, retried, or held.
 
 use std::io;
+use std::thread::panicking;
 use std::time::{Duration, Instant};
 
 use crate::clock;
@@ -178,6 +179,13 @@ impl RetryStats {
     pub(crate) fn times(&self, now: Instant) -> [Duration; 2] {
         let state = self.0.lock();
         [state.retried.total(now), state.held.total(now)]
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        let waiting = (self.retried.now, self.held.now);
+        debug_assert!(waiting == (0, 0) || panicking(), "{waiting:?} requests do not wait");
     }
 }
 
