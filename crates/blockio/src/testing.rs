@@ -1,6 +1,8 @@
 //! For tests of kinds of disks: a disk whose content belongs to another thread, which may be out of
 //! reach, and the time, the timers and the remote ops of an IoThread.
 
+mod hand_over_facts;
+
 use std::collections::VecDeque;
 use std::io;
 use std::rc::Rc;
@@ -18,6 +20,8 @@ use crate::disk::{Abilities, DiskInfo, DiskSource, DiskState, Extent, Link, Tran
 use crate::error::Error;
 use crate::thread::foreign_op::ForeignCompleter;
 use crate::thread::io::Io;
+
+pub use hand_over_facts::{Call, HandOverFacts};
 
 /// Sets the time that [`Io::recently`] returns until the next round.
 pub fn set_recently(io: &Io, now: Instant) {
@@ -91,42 +95,6 @@ struct State {
     hand_over: HandOverFacts,
     /// Calls that a layer passes on.
     calls: Vec<Call>,
-}
-
-/// Answers of a disk about its state, for a hand-over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HandOverFacts {
-    /// See [`DriverSource::is_flushed`].
-    pub is_flushed: bool,
-    /// See [`DriverSource::may_still_change`].
-    pub may_still_change: bool,
-    /// See [`DriverSource::is_written_back`].
-    pub is_written_back: bool,
-}
-
-impl Default for HandOverFacts {
-    fn default() -> Self {
-        Self { is_flushed: false, may_still_change: false, is_written_back: true }
-    }
-}
-
-/// A call of a method of the disk's source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Call {
-    /// `inherit` with these arguments.
-    Inherit(Option<i32>, bool),
-    /// `abandon`.
-    Abandon,
-    /// `write_back`.
-    WriteBack,
-    /// `release_lock`.
-    ReleaseLock,
-    /// `probe_space`.
-    ProbeSpace,
-    /// `check_new_size` with this size.
-    CheckSize(u64),
-    /// `adopt_size` with this size.
-    AdoptSize(u64),
 }
 
 impl State {

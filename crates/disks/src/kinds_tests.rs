@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::task::{Context, Poll, Waker};
 
 use blockio::disk::{DiskState, ExtentKind};
-use blockio::testing::RemoteStub;
+use blockio::testing::{Call, HandOverFacts, RemoteStub};
 use blockio::{Disk, DiskOptions, DiskSource, EngineConfig, EngineKind, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
@@ -292,6 +292,86 @@ fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
             assert_eq!(read(&thread, &disk, 0, 512), [7; 512]);
         }
     }
+}
+
+/// A layer of each kind over the disk `end`, and the bytes of that disk before the layer's.
+fn layers(end: &RemoteStub) -> Vec<(DiskSource, u64)> {
+    use crate::luks::tests::{DATA_OFFSET, options};
+
+    let source = || end.clone().source();
+    let part = |source, offset, size| DiskSource::raw(source, offset, size).unwrap();
+    let encrypted = || crate::luks::open(source(), &options(false)).unwrap();
+    vec![
+        (part(source(), 0, None), 0),
+        (part(source(), MIB, None), MIB),
+        (encrypted(), DATA_OFFSET),
+        (part(encrypted(), MIB, None), DATA_OFFSET + MIB),
+    ]
+}
+
+/// Another process, the end of a queue and a full image ask a disk by its top layer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn layers_pass_questions_and_orders_on_to_the_disk_below() {
+    use crate::luks::tests::{DATA_OFFSET, header};
+
+    let mut content = header(|_| ());
+    content.resize(usize::try_from(DATA_OFFSET + 4 * MIB).unwrap(), 0);
+    let end = RemoteStub::new(&content);
+    for (source, offset) in layers(&end) {
+        let (handed, name) = (source.hand_over(), source.chain_text());
+        end.take_calls();
+        for number in 0..8 {
+            let [is_flushed, may_still_change, is_written_back] =
+                [1, 2, 4].map(|bit| number & bit != 0);
+            end.set_hand_over(HandOverFacts { is_flushed, may_still_change, is_written_back });
+            let seen = HandOverFacts {
+                is_flushed: handed.is_flushed(),
+                may_still_change: handed.may_still_change(),
+                is_written_back: handed.is_written_back(),
+            };
+            assert_eq!(seen, HandOverFacts { is_flushed, may_still_change, is_written_back });
+        }
+        assert_eq!(source.state(), DiskState::Ready);
+        end.set_away(true);
+        assert!(matches!(source.state(), DiskState::Away(_)), "{name}");
+        end.set_away(false);
+        handed.inherit(Some(libc::ENOSPC), false);
+        handed.inherit(None, true);
+        handed.write_back().unwrap();
+        handed.release_lock();
+        source.probe_space().unwrap();
+        source.check_new_size(2 * MIB).unwrap();
+        source.adopt_size(3 * MIB);
+        source.abandon();
+        let expected = [
+            Call::Inherit(Some(libc::ENOSPC), false),
+            Call::Inherit(None, true),
+            Call::WriteBack,
+            Call::ReleaseLock,
+            Call::ProbeSpace,
+            Call::CheckSize(offset + 2 * MIB),
+            Call::AdoptSize(offset + 3 * MIB),
+            Call::Abandon,
+        ];
+        assert_eq!(end.take_calls(), expected, "{name}");
+        assert_eq!(source.info().size_bytes, 3 * MIB);
+        // The size that a server has announced counts before the disk has taken it over.
+        end.tell_size(offset + 5 * MIB);
+        assert_eq!(source.covered_bytes().unwrap(), 5 * MIB, "{name}");
+        end.tell_size(DATA_OFFSET + 4 * MIB);
+    }
+}
+
+/// A part with a size of its own keeps it.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_part_of_fixed_size_does_not_resize_the_disk_below() {
+    let end = elsewhere(4 * MIB);
+    let part = DiskSource::raw(end.clone().source(), MIB, Some(MIB)).unwrap();
+    part.adopt_size(2 * MIB);
+    assert!(part.check_new_size(2 * MIB).is_err());
+    assert_eq!(end.take_calls(), []);
 }
 
 #[test]

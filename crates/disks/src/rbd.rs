@@ -275,3 +275,89 @@ fn log_state(name: &str, unanswered: &mut StallLog, away: Option<AwayState>) {
         None => {}
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockio::{IoThread, IoThreadConfig};
+
+    use super::image::fake::FakeImage;
+    use super::*;
+
+    const BYTES: usize = 64 << 10;
+
+    fn source(fake: &FakeImage, read_only: bool) -> DiskSource {
+        let info = DiskInfo {
+            size_bytes: BYTES as u64,
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            read_only,
+            direct: false,
+        };
+        let facts = ImageProperties {
+            identity: "image".to_owned(),
+            discard_bytes: 4096,
+            optimal_bytes: None,
+            object_bytes: 4096,
+        };
+        let shared = Arc::new(Shared::new(fake.open(), "image".to_owned(), BYTES as u64, 4096));
+        let options = DiskOptions { read_only, ..DiskOptions::default() };
+        let (image, (end, _)) = (RbdSpec::default(), mpsc::channel());
+        let source = RbdSource { shared, facts, image, options, info, _end: end };
+        DiskSource::from_driver(info, Arc::new(source))
+    }
+
+    fn fake() -> FakeImage {
+        FakeImage::new(&[0; BYTES])
+    }
+
+    /// The errno of a flush.
+    fn flush(source: &DiskSource) -> Option<i32> {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let flushed = thread.block_on(source.attach(thread.io()).flush()).unwrap();
+        flushed.err().and_then(|error| error.raw_os_error())
+    }
+
+    /// The next process reads without a lock, and would find older data.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_cache_that_cannot_be_written_back_is_a_loss_and_ends_one_takeover() {
+        let fake = fake();
+        let source = source(&fake, false);
+        source.hand_over().write_back().unwrap();
+        assert_eq!(
+            (fake.take_ops(), source.state()),
+            (vec![("write back", 0, 0)], DiskState::Ready)
+        );
+        fake.fail_with(libc::EIO);
+        assert!(source.hand_over().write_back().is_err());
+        assert_eq!((source.state(), source.hand_over().loss()), (DiskState::Lost, Some(libc::EIO)));
+        // The next process inherits a loss that is known.
+        source.hand_over().write_back().unwrap();
+        fake.fail_with(0);
+        assert_eq!(flush(&source), Some(libc::EIO));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_inherits_the_loss_of_the_process_before() {
+        for loss in [None, Some(libc::ENOSPC)] {
+            let source = source(&fake(), false);
+            source.hand_over().inherit(loss, false);
+            assert_eq!(source.state() == DiskState::Lost, loss.is_some());
+            assert_eq!(flush(&source), loss);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_that_is_only_read_has_no_cache_and_no_lock_to_give_up() {
+        for read_only in [false, true] {
+            let fake = fake();
+            let source = source(&fake, read_only);
+            source.hand_over().write_back().unwrap();
+            source.hand_over().release_lock();
+            let expected = [("write back", 0, 0), ("unlock", 0, 0)];
+            assert_eq!(fake.take_ops(), expected[..if read_only { 0 } else { 2 }]);
+        }
+    }
+}

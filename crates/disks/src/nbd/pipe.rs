@@ -375,6 +375,9 @@ impl Drop for Pipe {
     /// Removes the pipe: its loop may end before the disk is gone.
     fn drop(&mut self) {
         self.shared.remove_pipe(self.number);
+        if !std::thread::panicking() {
+            self.requests.get_mut().assert_released();
+        }
     }
 }
 

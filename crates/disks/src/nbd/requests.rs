@@ -171,6 +171,15 @@ impl Requests {
         self.slots.iter().all(|slot| has_ended(slot.state))
     }
 
+    /// Asserts that no slot is left for a ticket that has gone.
+    pub(super) fn assert_released(&self) {
+        let free = self.slots.iter().filter(|slot| slot.state == State::Free);
+        debug_assert_eq!(free.clone().count(), self.free.len(), "each free slot is in the list");
+        debug_assert!(free.clone().all(|slot| slot.remote_op.is_none()), "a free slot counts");
+        let is_ended = |slot: &Slot| matches!(slot.state, State::Done(_) | State::TurnedAway);
+        debug_assert!(!self.slots.iter().any(is_ended), "a request that has ended has a slot");
+    }
+
     pub(super) fn oldest(&self, which: impl Fn(State) -> bool) -> Option<Instant> {
         let slots = self.slots.iter().filter(|slot| which(slot.state));
         slots.map(|slot| slot.made.since).min()
@@ -278,7 +287,9 @@ impl Requests {
             let slot = &mut self.slots[number];
             if matches!(slot.waiter, Waiter::Borrower(_)) {
                 let waiter = std::mem::replace(&mut slot.waiter, Waiter::None);
-                taken.push((self.release(fits(number, "the requests of a disk")), waiter));
+                let number = fits(number, "the requests of a disk");
+                self.waiting.retain(|other| *other != number);
+                taken.push((self.release(number), waiter));
             }
         }
         taken
@@ -286,10 +297,12 @@ impl Requests {
 
     pub(super) fn release(&mut self, number: u32) -> Buffers {
         let slot = &mut self.slots[number as usize];
+        debug_assert_ne!(slot.state, State::Free, "a slot is freed once");
         slot.state = State::Free;
         slot.remote_op = None;
         slot.progress = Progress::default();
         self.free.push(number);
+        debug_assert!(!self.waiting.contains(&number), "a free slot waits for nothing");
         std::mem::replace(&mut slot.buffers, Buffers::empty())
     }
 }

@@ -43,6 +43,8 @@ impl PendingOps {
             completer.complete(Err(failed()));
             return None;
         }
+        let has_ended = state.ops.iter().filter(|op| op.is_none()).count();
+        debug_assert_eq!(has_ended, state.free.len(), "each ended operation frees its number");
         let op = Some(Op { completer, since: clock::now() });
         Some(match state.free.pop() {
             Some(number) => {

@@ -151,3 +151,53 @@ impl Shared {
         Ok(size)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockio::{IoThread, IoThreadConfig};
+    use iomem::Buffers;
+
+    use super::*;
+    use crate::rbd::image::fake::FakeImage;
+
+    fn shared(fake: &FakeImage) -> Shared {
+        Shared::new(fake.open(), "image".to_owned(), 8192, 4096)
+    }
+
+    #[test]
+    fn an_older_answer_about_the_size_does_not_replace_a_newer_one() {
+        let fake = FakeImage::new(&[0; 8192]);
+        let shared = shared(&fake);
+        fake.resize(4096);
+        // A later query has been answered after two more changes.
+        shared.changes.store(3, Ordering::Relaxed);
+        shared.size_bytes.store(16_384, Ordering::Relaxed);
+        assert_eq!((shared.probe_size().unwrap(), shared.last_size()), (4096, 16_384));
+        assert_eq!(shared.known_size(), None);
+        fake.resize(512);
+        fake.resize(1024);
+        assert_eq!((shared.probe_size().unwrap(), shared.last_size()), (1024, 1024));
+        assert_eq!(shared.known_size(), Some(1024));
+    }
+
+    /// Otherwise the second request would wait for a thread that has ended.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn each_query_for_the_size_has_a_thread_that_answers_it() {
+        let fake = FakeImage::new(&[0; 8192]);
+        let shared = shared(&fake);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        for _ in 0..2 {
+            let ops = [(); 2].map(|()| {
+                let (op, completer) = thread.io().foreign_op(Buffers::empty());
+                (op, shared.image.pending_ops().begin(completer).unwrap())
+            });
+            let starts = ops.each_ref().map(|(_, number)| shared.await_size(*number));
+            assert_eq!(starts, [true, false], "one thread answers both");
+            shared.answer_all(|| shared.probe_size());
+            for (op, _) in ops {
+                assert_eq!(thread.block_on(op).unwrap().result.unwrap(), 8192);
+            }
+        }
+    }
+}

@@ -7,17 +7,18 @@ use std::time::{Duration, Instant};
 use blockio::IoThread;
 use blockio::disk::{DiskState, Extent};
 use blockio::driver::Line;
-use blockio::testing::set_recently;
+use blockio::testing::{remote_ops, set_recently};
 use iomem::Buffers;
 
+use super::super::answer::Failure;
 use super::super::connect::connect;
 use super::super::handshake::{Facts, can};
 use super::super::link::check_not_less;
 use super::super::options::NbdOptions;
 use super::super::pipe::Pipe;
-use super::super::requests::IssuedRequest;
+use super::super::requests::{IssuedRequest, State};
 use super::super::shared::{Condition, Shared};
-use super::super::wire::{Framing, Request};
+use super::super::wire::{Command, Framing, Request};
 use super::scripted::{READ, Server};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
 
@@ -60,6 +61,90 @@ fn each_reduced_offer_is_refused() {
     ] {
         assert_eq!(check_not_less(&shared, &now).is_err(), is_less, "{now:?}");
     }
+}
+
+/// The flush that began later covers more, even if its answer comes first.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn answers_to_flushes_may_come_in_any_order() {
+    let server = Server::start(MIB, FLAGS);
+    let shared = shared(&server);
+    let covers = [(); 2].map(|()| {
+        shared.count_change();
+        shared.changes()
+    });
+    shared.record_flush(covers[0]);
+    assert!(!shared.is_flushed(), "the second change came later");
+    shared.record_flush(covers[1]);
+    shared.record_flush(covers[0]);
+    assert!(shared.is_flushed(), "an older answer counts");
+}
+
+/// A loss stays, whatever else a process takes over.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_inherited_loss_is_never_taken_back() {
+    let server = Server::start(MIB, FLAGS);
+    let shared = shared(&server);
+    shared.inherit(false, true);
+    assert_eq!(
+        (shared.is_lost(), shared.is_flushed(), shared.needs_own_flush()),
+        (false, true, false)
+    );
+    shared.inherit(false, false);
+    assert_eq!((shared.is_lost(), shared.is_flushed()), (false, false));
+    shared.inherit(true, true);
+    shared.inherit(false, true);
+    assert_eq!((shared.is_lost(), shared.disk_state()), (true, DiskState::Lost));
+    assert!(!shared.needs_own_flush(), "no flush succeeds any more");
+}
+
+/// Requests without a connection, and their slots, whatever becomes of them.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_that_wait_end_by_deadline_by_loss_or_by_a_connection() {
+    let server = Server::start(MIB, FLAGS);
+    let deadline = 10 * SECOND;
+    let (connected, _) = connect(&server.options()).unwrap();
+    let options = NbdOptions { deadline: Some(deadline), ..server.options() };
+    let shared = Arc::new(Shared::new(options, false, 20 * SECOND, connected));
+    let thread = new_thread();
+    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let issue = |command| {
+        let request = Request { command, flags: 0, offset: 0, len: 512 };
+        pipe.ticket(IssuedRequest::new(io, request), Buffers::aligned(512, 512))
+    };
+    let states = || Vec::from_iter(pipe.requests.borrow().slots.iter().map(|slot| slot.state));
+    let begun = io.recently();
+    let first = issue(Command::Write);
+    assert_eq!(states(), [State::Queued(0)]);
+    assert_eq!(pipe.link_is_down(0), 1);
+    set_recently(io, begun + deadline / 2);
+    let (second, dropped) = (issue(Command::Read), issue(Command::Read));
+    assert_eq!(states(), [State::Waiting; 3]);
+    assert_eq!(pipe.oldest_waiting(), Some(begun));
+    drop(dropped);
+    // The first request is past its deadline, and the connection is back.
+    set_recently(io, begun + deadline);
+    pipe.link_is_up(0, &shared.facts);
+    let late = Err(Failure { errno: libc::ETIMEDOUT, is_of_flush: false });
+    assert_eq!(states(), [State::Done(late), State::Queued(0), State::Queued(0)]);
+    assert_eq!((pipe.oldest_waiting(), pipe.requests.borrow().waiting.len()), (None, 0));
+    assert_eq!(thread.block_on(first.wait()).unwrap().0, Some(late));
+    // A slot that is free again is not in any line.
+    set_recently(io, begun + deadline);
+    let third = issue(Command::Write);
+    assert_eq!(states()[0], State::Queued(0));
+    assert_eq!(pipe.link_is_down(0), 3);
+    pipe.fail(libc::EIO, Some(begun + deadline / 2));
+    let failed = Err(Failure { errno: libc::EIO, is_of_flush: false });
+    assert_eq!(states(), [State::Waiting, State::Done(failed), State::Free]);
+    assert_eq!(pipe.requests.borrow().waiting, [0]);
+    assert_eq!(thread.block_on(second.wait()).unwrap().0, Some(failed));
+    pipe.fail(libc::EIO, None);
+    assert_eq!(thread.block_on(third.wait()).unwrap().0, Some(failed));
+    assert_eq!(states(), [State::Free; 3]);
+    assert_eq!(remote_ops(io), 0, "an op that has ended counts");
 }
 
 /// The whole way, with two connections of each of two IoThreads.

@@ -53,6 +53,8 @@ impl TableCache {
             let Some(oldest) = oldest.map(|(place, _)| *place) else { return };
             self.forget(oldest);
         }
+        let bytes: usize = self.tables.values().map(|(table, _)| table.len()).sum();
+        debug_assert_eq!(self.bytes, bytes, "the bytes are those of the tables");
     }
 
     pub(crate) fn forget(&mut self, place: u64) {

@@ -27,6 +27,8 @@ static API: Api = Api {
     rbd_aio_read,
     rbd_aio_write,
     rbd_aio_flush,
+    rbd_flush,
+    rbd_lock_release,
     rbd_aio_discard,
     rbd_aio_write_zeroes,
     ..Api::ABSENT
@@ -275,6 +277,16 @@ unsafe extern "C" fn rbd_aio_write(
 unsafe extern "C" fn rbd_aio_flush(image: Handle, completion: Handle) -> c_int {
     let flushed = state(image).begin(("flush", 0, 0));
     answer(completion, flushed.err().unwrap_or(0))
+}
+
+unsafe extern "C" fn rbd_flush(image: Handle) -> c_int {
+    let flushed = state(image).begin(("write back", 0, 0));
+    flushed.map_or_else(|error| c_int::try_from(error).unwrap(), |_| 0)
+}
+
+unsafe extern "C" fn rbd_lock_release(image: Handle) -> c_int {
+    state(image).ops.push(("unlock", 0, 0));
+    0
 }
 
 fn clear(image: Handle, op: Op, completion: Handle) -> c_int {
