@@ -77,7 +77,8 @@ impl Checks {
     pub(crate) fn end_round(&self, now: Instant, bytes: usize) {
         if self.rounds.get() > 1 {
             match self.due.get() {
-                Some(due) => self.is_overdue.set(now >= due),
+                Some(due) if now >= due => self.is_overdue.set(true),
+                Some(_) => {}
                 None => self.due.set(Some(now + TIME_BETWEEN_CHECKS)),
             }
         }
@@ -103,5 +104,33 @@ impl Checks {
         self.due.set(None);
         self.is_overdue.set(false);
         self.bytes.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tasks that have held the loop make a check due before the end of their round.
+    #[test]
+    fn a_check_stays_due_until_it_is_made() {
+        let (checks, now) = (Checks::new(1 << 20), Instant::now());
+        for _ in 0..2 {
+            checks.count_round();
+            checks.end_round(now, 0);
+            assert!(!checks.is_due());
+        }
+        checks.count_round();
+        checks.make_due();
+        checks.end_round(now, 0);
+        assert!(checks.is_due(), "the end of the round has revoked it");
+        checks.note();
+        assert!(!checks.is_due());
+        for _ in 0..2 {
+            checks.count_round();
+            checks.end_round(now, 0);
+        }
+        checks.end_round(now + TIME_BETWEEN_CHECKS, 0);
+        assert!(checks.is_due(), "the time has come");
     }
 }
