@@ -232,7 +232,7 @@ impl Disk {
         }
     }
 
-    /// Like [`Driver::route_to_file`](driver::Driver::route_to_file), for a layer over this disk.
+    /// Like [`Driver::route_to_file`], for a layer over this disk.
     pub fn route_to_file(
         &self,
         kind: OpKind,

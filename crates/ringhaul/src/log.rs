@@ -2,7 +2,7 @@
 //!
 //! An event may have a field `export`, the name of its export, and a field `left_out`, the number
 //! of earlier lines that a limit has suppressed. Without the field `export`, the event has the name
-//! of the export in whose [span](export_span) it happens.
+//! of the export in whose [span](fn@export_span) it happens.
 
 mod export_span;
 mod fields;
