@@ -25,6 +25,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::process::geteuid;
+use serde_json::Value;
 
 use crate::daemon::Daemon;
 use crate::socket::Endpoint;
@@ -278,6 +279,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         }
     };
     let Request { id, method, params } = request;
+    let subject = subject(&params);
     let call = find(&method).and_then(|method| Ok((method.kind(), method.with(params)?)));
     let ends = matches!(call, Ok((Kind::Ends, _)));
     let connection = Arc::clone(&client.connection);
@@ -286,17 +288,35 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         None => Ok(()),
     };
     if ends {
+        log_change(&method, None, &client.peer);
         answer(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|(kind, call)| {
         let may_wait = kind == Kind::MayWait;
         let _waiting = may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
-        call(client)
+        let done = call(client)?;
+        if matches!(kind, Kind::Change | Kind::MayWait) {
+            log_change(&method, subject.as_deref(), &client.peer);
+        }
+        Ok(done)
     });
     if !ends {
         answer(result)?;
     }
     client.begin_events()
+}
+
+/// The name of the export that a request is about.
+fn subject(params: &Value) -> Option<String> {
+    let name = [&params["export"], &params["name"], &params["endpoint"]["path"]];
+    name.into_iter().find_map(Value::as_str).map(str::to_owned)
+}
+
+/// Logs a change with its author, for an audit.
+fn log_change(method: &str, export: Option<&str>, Peer { pid, uid, .. }: &Peer) {
+    let process =
+        pid.map_or_else(|| "a process outside".to_owned(), |pid| format!("process {pid}"));
+    tracing::info!(export, "{method} by user {uid}, {process}");
 }
 
 #[cfg(test)]

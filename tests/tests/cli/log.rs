@@ -188,3 +188,37 @@ fn failures_are_logged_in_the_requested_format() -> Result<()> {
     }
     Ok(())
 }
+
+/// Queries leave no line.
+#[test]
+fn each_change_over_the_control_socket_has_its_author() -> Result<()> {
+    let folders = test_folders()?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", 16 << 20)?)?;
+    command.args(["--log-format", "json", "--name", "vm", "--control"]);
+    let daemon = Running::serve(command.arg(folders.socket("control")))?;
+    for words in [
+        &["list"][..],
+        &["stats"],
+        &["set-disk", "vm", "iops-total=900"],
+        &["set", "poll-max-us=5"],
+        &["remove", "vm", "--force"],
+        &["shutdown"],
+    ] {
+        run(ringhaul()?.args(["ctl", "--control"]).arg(folders.socket("control")).args(words))?
+            .expect_code(0)?;
+    }
+    let lines = parse(&daemon.finish()?.expect_code(0)?.stderr)?;
+    let user = rustix::process::geteuid().as_raw();
+    let by = format!(" by user {user}, process ");
+    let changes = lines.iter().filter_map(|line| {
+        let (method, process) = line["message"].as_str()?.split_once(&by)?;
+        Some((method.to_owned(), line["export"].as_str().map(str::to_owned), process.parse()))
+    });
+    let changes: Vec<(String, Option<String>, Result<u32, _>)> = changes.collect();
+    ensure!(changes.iter().all(|(_, _, process)| process.is_ok()), "{changes:?}");
+    let found: Vec<_> = changes.iter().map(|(method, of, _)| (&**method, of.as_deref())).collect();
+    let vm = Some("vm");
+    let expected = [("disk.set", vm), ("set", None), ("export.remove", vm), ("shutdown", None)];
+    ensure!(found == expected, "{found:?}");
+    Ok(())
+}

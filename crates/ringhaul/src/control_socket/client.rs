@@ -20,7 +20,7 @@ use crate::takeover;
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
-    peer: Peer,
+    pub(super) peer: Peer,
     pub(super) slot: ClientSlot,
     pub(super) connection: Arc<Connection>,
     /// Events come until this is dropped.

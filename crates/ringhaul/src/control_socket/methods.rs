@@ -23,29 +23,32 @@ use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
 static METHODS: [&dyn Method; 16] = [
-    &Typed { name: "ping", kind: Kind::Quick, carry_out: ping },
-    &Typed { name: "export.list", kind: Kind::Quick, carry_out: list },
-    &Typed { name: "export.show", kind: Kind::Quick, carry_out: show },
+    &Typed { name: "ping", kind: Kind::Query, carry_out: ping },
+    &Typed { name: "export.list", kind: Kind::Query, carry_out: list },
+    &Typed { name: "export.show", kind: Kind::Query, carry_out: show },
     &Typed { name: "export.add", kind: Kind::MayWait, carry_out: add },
     &Typed { name: "export.remove", kind: Kind::MayWait, carry_out: remove },
     &Typed { name: "lun.add", kind: Kind::MayWait, carry_out: add_unit },
     &Typed { name: "lun.remove", kind: Kind::MayWait, carry_out: remove_unit },
     &Typed { name: "disk.resize", kind: Kind::MayWait, carry_out: resize },
-    &Typed { name: "disk.set", kind: Kind::Quick, carry_out: set_disk },
-    &Typed { name: "disk.resume", kind: Kind::Quick, carry_out: resume_disk },
-    &Typed { name: "set", kind: Kind::Quick, carry_out: set },
+    &Typed { name: "disk.set", kind: Kind::Change, carry_out: set_disk },
+    &Typed { name: "disk.resume", kind: Kind::Change, carry_out: resume_disk },
+    &Typed { name: "set", kind: Kind::Change, carry_out: set },
     &Typed { name: "upgrade", kind: Kind::MayWait, carry_out: upgrade },
-    &Typed { name: "stats", kind: Kind::Quick, carry_out: stats },
-    &Typed { name: "metrics", kind: Kind::Quick, carry_out: metrics },
-    &Typed { name: "subscribe", kind: Kind::Quick, carry_out: subscribe },
+    &Typed { name: "stats", kind: Kind::Query, carry_out: stats },
+    &Typed { name: "metrics", kind: Kind::Query, carry_out: metrics },
+    &Typed { name: "subscribe", kind: Kind::Query, carry_out: subscribe },
     &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
 ];
 
-/// The time that a method may take.
+/// The effect of a method, and the time that it may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    Quick,
-    /// It may wait for a disk or a guest.
+    /// It changes nothing and does not wait.
+    Query,
+    /// It does not wait.
+    Change,
+    /// A change that may wait for a disk or a guest.
     MayWait,
     /// The process may end before it can answer. An empty answer comes first.
     Ends,
