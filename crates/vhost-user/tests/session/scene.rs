@@ -107,6 +107,10 @@ impl Scene {
             self.io.turn(Wait::Never).unwrap();
             is_due = self.is_due(session);
         }
+        if is_due {
+            // The wake is for the next drive.
+            self.woken.0.store(true, Ordering::Release);
+        }
         None
     }
 
