@@ -116,6 +116,7 @@ impl CopyRounds {
     fn begin_round(&self) {
         // The pieces of the last round have held the loop.
         self.io.checks.make_due();
+        self.round.set(self.io.stats().rounds.get());
         self.moved.set(0);
         while let Some(waker) = self.take_next() {
             waker.wake();
@@ -181,6 +182,10 @@ impl<'a> WaitingPiece<'a> {
         let rounds = &self.turns.rounds;
         if self.is_pacer.take() {
             rounds.has_pacer.set(false);
+            // The piece looks for its own turn below. A wake would poll it once more in the next
+            // round, and each poll of a pacer begins a round.
+            let no_wake = Context::from_waker(Waker::noop());
+            drop(self.turns.waiting.borrow_mut().set_waker(self.number, &no_wake));
             rounds.begin_round();
         }
         let before = self.turns.waiting.borrow_mut().set_waker(self.number, cx);
@@ -212,7 +217,7 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
-    use crate::{IoThread, IoThreadConfig, Wait};
+    use crate::{IoThread, IoThreadConfig, TaskSet, Wait};
 
     const PIECES: usize = 32;
 
@@ -254,6 +259,43 @@ mod tests {
             assert!(most <= 2 * ROUND_BYTES.max(bytes), "{most} bytes in a turn of {bytes}");
             assert_eq!(sum(&moved), 100 * PIECES);
         }
+    }
+
+    /// The requests of a queue are futures of one task, which is polled for each wake of them.
+    #[test]
+    fn a_turn_moves_a_bounded_number_of_bytes_for_the_requests_of_a_queue() {
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let io = Rc::clone(thread.io());
+        let (disk, moved) = (Arc::new(()), Rc::new(Cell::new(0)));
+        let request = || {
+            let (turns, moved) = (CopyTurns::for_disk(&io, &disk), Rc::clone(&moved));
+            async move {
+                for _ in 0..20 * PIECES {
+                    turns.turn(COPY_BYTES_MAX).await;
+                    moved.set(moved.get() + COPY_BYTES_MAX);
+                }
+            }
+        };
+        let requests = [request(), request(), request()];
+        let mut set = TaskSet::new(Rc::clone(&io));
+        io.spawn(async move {
+            let mut requests = requests.into_iter();
+            poll_fn(|cx| {
+                requests.by_ref().for_each(|request| set.spawn(cx, request));
+                Poll::Ready(())
+            })
+            .await;
+            set.finish().await;
+        });
+        while io.tasks() > 0 {
+            let before = moved.get();
+            thread.turn(Wait::Never).unwrap();
+            let bytes = moved.get() - before;
+            // The pieces of a round, those of the next one before its check, and pieces that got
+            // their turn in a round and run in the next.
+            assert!(bytes <= 3 * ROUND_BYTES, "{bytes} bytes in a turn");
+        }
+        assert_eq!(moved.get(), 3 * 20 * PIECES * COPY_BYTES_MAX);
     }
 
     #[test]
