@@ -23,7 +23,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::{Abilities, DiskInfo, Extent, Link, Placement, SizeProbe, TransferError};
-use blockio::driver::{BounceShare, CopyTurns, Driver, DriverSource, Request};
+use blockio::driver::{BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, DriverSource, Request};
 use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
@@ -315,13 +315,16 @@ impl LuksDisk {
         let mut chunk = [0; CHUNK_BYTES];
         let mut position = first_position + offset / POSITION_BYTES;
         let bytes = from.bytes().min(to.bytes());
-        self.copies.turn(bytes).await;
-        for at in (0..bytes).step_by(CHUNK_BYTES) {
-            let chunk = &mut chunk[..CHUNK_BYTES.min(bytes - at)];
-            from.copy_to(at, chunk);
-            self.volume.cipher.run(direction, chunk, sector_bytes as usize, position);
-            to.copy_from(at, chunk);
-            position += chunk.len() as u64 / POSITION_BYTES;
+        for start in (0..bytes).step_by(COPY_BYTES_MAX) {
+            let end = (start + COPY_BYTES_MAX).min(bytes);
+            self.copies.turn(end - start).await;
+            for at in (start..end).step_by(CHUNK_BYTES) {
+                let chunk = &mut chunk[..CHUNK_BYTES.min(end - at)];
+                from.copy_to(at, chunk);
+                self.volume.cipher.run(direction, chunk, sector_bytes as usize, position);
+                to.copy_from(at, chunk);
+                position += chunk.len() as u64 / POSITION_BYTES;
+            }
         }
     }
 

@@ -27,6 +27,7 @@ for_each_engine! {
     a_hundred_large_reads_of_virtio_scsi,
     a_hundred_and_twenty_copies_of_clusters,
     large_reads_of_holes,
+    large_reads_of_encrypted_holes,
 }
 
 /// The limit on a neighbour's longest wait.
@@ -258,6 +259,29 @@ fn large_reads_of_holes(engine: Engine) -> Result<()> {
     let Some(image) = make_empty_image(folder.path())? else { return Ok(()) };
     check_without_ops(engine, &image, folder.path())?;
     check_without_ops(engine, &format!("raw,over={image}"), folder.path())
+}
+
+/// Each byte is decrypted.
+fn large_reads_of_encrypted_holes(engine: Engine) -> Result<()> {
+    let folder = tempfile::tempdir_in(disks())?;
+    let Some(image) = make_empty_image(folder.path())? else { return Ok(()) };
+    if !is_installed("cryptsetup") {
+        return Ok(());
+    }
+    let [key, header] = ["key", "header"].map(|name| folder.path().join(name));
+    std::fs::write(&key, "secret").context("writing the key")?;
+    std::fs::File::create(&header)?.set_len(16 << 20)?;
+    let [key, header] = [key, header].map(|path| path.display().to_string());
+    let data = folder.path().join("data").display().to_string();
+    std::fs::File::create(&data)?.set_len(DISK_BYTES)?;
+    let derivation = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+    let format = ["luksFormat", "--batch-mode", "--key-file", &key, "--header", &header, &data];
+    run_program("cryptsetup", &[&format[..], &derivation].concat())?;
+    for below in [&image, "null:4G"] {
+        let disk = format!("luks,key-file={key},header={header},over={below}");
+        check_without_ops(engine, &disk, folder.path())?;
+    }
+    Ok(())
 }
 
 /// The number of writes to clusters of an image that are only in its backing file.
