@@ -279,7 +279,7 @@ fn refusals_contain_advice() -> Result<()> {
     for (method, params, code, words) in [
         ("export.shew", json!({}), NO_METHOD, &["export.shew", "export.show"][..]),
         ("export.show", json!({}), PARAMS, &["missing field `export`"]),
-        ("export.show", json!({ "export": 3 }), PARAMS, &["export: ", "expected a string"]),
+        ("export.show", json!({ "export": 3 }), PARAMS, &["export: ", "expected text"]),
         ("export.show", json!([1]), PARAMS, &["object"]),
         (
             "export.show",
