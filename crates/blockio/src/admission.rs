@@ -67,8 +67,7 @@ struct Lane {
     cap: u32,
     /// The units that the lane may have in the engine regardless of other lanes.
     guaranteed: u32,
-    /// The units in the engine below which an op enters without further checks; 0 if checks are
-    /// needed.
+    /// An op enters without further checks below this many units in the engine; 0: never.
     fast_path: u32,
     /// The units in the engine.
     units: u32,
