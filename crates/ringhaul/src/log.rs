@@ -97,6 +97,11 @@ pub(crate) fn adopt(filter: Option<&str>, format: Option<LogFormat>) -> anyhow::
     filter.map_or(Ok(()), set_filter)
 }
 
+/// True if lines are JSON now.
+fn is_json() -> bool {
+    IS_JSON.load(Ordering::Relaxed)
+}
+
 fn set_format(format: LogFormat) {
     IS_JSON.store(format == LogFormat::Json, Ordering::Relaxed);
 }
@@ -121,7 +126,7 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| Lines)
         .with_ansi(has_colours())
-        .event_format(Format);
+        .event_format(LineFormat(is_json));
     let (filter, handle) = tracing_subscriber::reload::Layer::new(export_span::with_spans(filter));
     tracing_subscriber::registry().with(filter).with(ExportNames).with(lines).init();
     let reload = Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string()));
@@ -201,9 +206,11 @@ pub fn report_failure(text: &str) {
 }
 
 fn write_failure(text: &str) {
-    if IS_JSON.load(Ordering::Relaxed) {
-        let subscriber =
-            tracing_subscriber::fmt().with_writer(|| Lines).event_format(JsonLines).finish();
+    if is_json() {
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(|| Lines)
+            .event_format(LineFormat(|| true))
+            .finish();
         tracing::subscriber::with_default(subscriber, || tracing::error!("{text}"));
     } else {
         // `Lines` accepts every line.
@@ -229,10 +236,10 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// Formats events in the present format of the log.
-struct Format;
+/// The format of lines: JSON if the function returns true, and text otherwise.
+struct LineFormat(fn() -> bool);
 
-impl<S, N> FormatEvent<S, N> for Format
+impl<S, N> FormatEvent<S, N> for LineFormat
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
     N: for<'writer> FormatFields<'writer> + 'static,
@@ -243,63 +250,40 @@ where
         writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        match IS_JSON.load(Ordering::Relaxed) {
-            true => JsonLines.format_event(context, writer, event),
-            false => TextLines.format_event(context, writer, event),
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        if fields.export.is_none() {
+            fields.export = export_span::current_export(context);
         }
-    }
-}
-
-/// Returns the fields of an event, with the name of the export in whose span it happens.
-fn fields_of<S, N>(context: &FmtContext<'_, S, N>, event: &Event<'_>) -> Fields
-where
-    S: Subscriber + for<'span> LookupSpan<'span>,
-    N: for<'writer> FormatFields<'writer> + 'static,
-{
-    let mut fields = Fields::default();
-    event.record(&mut fields);
-    if fields.export.is_none() {
-        fields.export = export_span::current_export(context);
-    }
-    fields
-}
-
-/// Formats events as lines of text. Control characters, for example in names, are escaped.
-struct TextLines;
-
-impl<S, N> FormatEvent<S, N> for TextLines
-where
-    S: Subscriber + for<'span> LookupSpan<'span>,
-    N: for<'writer> FormatFields<'writer> + 'static,
-{
-    fn format_event(
-        &self,
-        context: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
-        let Fields { message, export, left_out } = fields_of(context, event);
         let level = *event.metadata().level();
-        if is_journal() {
-            // The journal adds the time.
-            write!(writer, "<{}>{level} ", journal_priority(level))?;
-        } else if writer.has_ansi_escapes() {
-            writer.write_str(DIM)?;
-            SystemTime.format_time(&mut writer)?;
-            write!(writer, "{PLAIN} {}{level:>5}{PLAIN} ", colour(level))?;
-        } else {
-            SystemTime.format_time(&mut writer)?;
-            write!(writer, " {level:>5} ")?;
+        match self.0() {
+            true => write_json(writer, level, &fields),
+            false => write_text(writer, level, &fields),
         }
-        if let Some(export) = export {
-            write!(writer, "{}: ", printable(&export))?;
-        }
-        writer.write_str(&printable(&message))?;
-        if left_out > 0 {
-            write!(writer, " ({left_out} more were not logged)")?;
-        }
-        writeln!(writer)
     }
+}
+
+/// Writes an event as text in which control characters, for example of names, are escaped.
+fn write_text(mut writer: Writer<'_>, level: Level, fields: &Fields) -> fmt::Result {
+    if is_journal() {
+        // The journal adds the time.
+        write!(writer, "<{}>{level} ", journal_priority(level))?;
+    } else if writer.has_ansi_escapes() {
+        writer.write_str(DIM)?;
+        SystemTime.format_time(&mut writer)?;
+        write!(writer, "{PLAIN} {}{level:>5}{PLAIN} ", colour(level))?;
+    } else {
+        SystemTime.format_time(&mut writer)?;
+        write!(writer, " {level:>5} ")?;
+    }
+    if let Some(export) = &fields.export {
+        write!(writer, "{}: ", printable(export))?;
+    }
+    writer.write_str(&printable(&fields.message))?;
+    if fields.left_out > 0 {
+        write!(writer, " ({} more were not logged)", fields.left_out)?;
+    }
+    writeln!(writer)
 }
 
 /// Escape sequences of a terminal.
@@ -327,32 +311,18 @@ fn journal_priority(level: Level) -> u8 {
     }
 }
 
-struct JsonLines;
-
-impl<S, N> FormatEvent<S, N> for JsonLines
-where
-    S: Subscriber + for<'span> LookupSpan<'span>,
-    N: for<'writer> FormatFields<'writer> + 'static,
-{
-    fn format_event(
-        &self,
-        context: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
-        let fields = fields_of(context, event);
-        let mut timestamp = String::new();
-        SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
-        let line = Line {
-            timestamp,
-            level: event.metadata().level().as_str(),
-            message: &redact(&fields.message),
-            export: fields.export.as_deref(),
-            left_out: fields.left_out,
-        };
-        let json = serde_json::to_string(&line).map_err(|_| fmt::Error)?;
-        writeln!(writer, "{json}")
-    }
+fn write_json(mut writer: Writer<'_>, level: Level, fields: &Fields) -> fmt::Result {
+    let mut timestamp = String::new();
+    SystemTime.format_time(&mut Writer::new(&mut timestamp))?;
+    let line = Line {
+        timestamp,
+        level: level.as_str(),
+        message: &redact(&fields.message),
+        export: fields.export.as_deref(),
+        left_out: fields.left_out,
+    };
+    let json = serde_json::to_string(&line).map_err(|_| fmt::Error)?;
+    writeln!(writer, "{json}")
 }
 
 #[cfg(test)]
@@ -401,7 +371,7 @@ mod tests {
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .with_ansi(false)
-            .event_format(TextLines)
+            .event_format(LineFormat(|| false))
             .finish();
         tracing::subscriber::with_default(subscriber, events);
         let text = text_of(&kept);
@@ -422,7 +392,7 @@ mod tests {
         let subscriber = tracing_subscriber::registry()
             .with(filter)
             .with(ExportNames)
-            .with(lines.event_format(JsonLines));
+            .with(lines.event_format(LineFormat(|| true)));
         tracing::subscriber::with_default(subscriber, || {
             let span = export_span("vm\"1");
             span.in_scope(|| tracing::error!("not logged"));
@@ -457,7 +427,7 @@ mod tests {
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .with_ansi(true)
-            .event_format(TextLines)
+            .event_format(LineFormat(|| false))
             .finish();
         tracing::subscriber::with_default(subscriber, || tracing::info!("plain"));
         let text = text_of(&kept);
@@ -468,8 +438,10 @@ mod tests {
     #[test]
     fn json_has_every_part_as_a_member() {
         let kept = Kept::default();
-        let subscriber =
-            tracing_subscriber::fmt().with_writer(kept.clone()).event_format(JsonLines).finish();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(kept.clone())
+            .event_format(LineFormat(|| true))
+            .finish();
         tracing::subscriber::with_default(subscriber, events);
         let text = text_of(&kept);
         let lines: Vec<serde_json::Value> =
