@@ -26,7 +26,8 @@ pub(crate) struct Args {
 /// The outcome of a check.
 enum Outcome {
     Passed(Duration),
-    Failed(String),
+    /// The reason, and the failures that the output reports.
+    Failed(String, Vec<String>),
     Skipped(String),
 }
 
@@ -34,7 +35,7 @@ impl fmt::Display for Outcome {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Passed(time) => write!(out, "passed after {:.1} s", time.as_secs_f64()),
-            Self::Failed(how) => write!(out, "FAILED: {how}"),
+            Self::Failed(how, _) => write!(out, "FAILED: {how}"),
             Self::Skipped(reason) => write!(out, "skipped: {reason}"),
         }
     }
@@ -116,11 +117,12 @@ fn execute(step: &Step, binary: Option<&Path>, interrupt: &Interrupt) -> Result<
     let start = Instant::now();
     let limits = Limits { whole: minutes(step.minutes), test: minutes(TEST_MINUTES) };
     Ok(match limited_run::run(step.name, &mut command, limits, true, interrupt)? {
-        End::Ended(status) if status.success() => Outcome::Passed(start.elapsed()),
-        End::Ended(status) => {
-            Outcome::Failed(format!("{} of: {}", describe(status), step.command_line()))
+        End::Ended(status, _) if status.success() => Outcome::Passed(start.elapsed()),
+        End::Ended(status, failures) => {
+            let reason = format!("{} of: {}", describe(status), step.command_line());
+            Outcome::Failed(reason, failures)
         }
-        End::Overdue(what) => Outcome::Failed(what),
+        End::Overdue(reason) => Outcome::Failed(reason, Vec::new()),
     })
 }
 
@@ -141,8 +143,16 @@ fn summarize(outcomes: &[(&str, Outcome)]) -> Result<()> {
     for (name, outcome) in outcomes {
         println!("{name:<25} {outcome}");
     }
-    let failed =
-        outcomes.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Failed(_))).count();
+    let mut failed = 0;
+    for (name, outcome) in outcomes {
+        if let Outcome::Failed(_, lines) = outcome {
+            failed += 1;
+            // The last lines of a run are the ones that a CI service keeps.
+            for line in lines {
+                println!("{name}: {line}");
+            }
+        }
+    }
     if failed > 0 {
         bail!("{failed} of {} checks failed", outcomes.len());
     }
@@ -157,7 +167,7 @@ mod tests {
     #[test]
     fn one_failure_fails_all() {
         let passed = || ("a", Outcome::Passed(Duration::ZERO));
-        let failed = ("b", Outcome::Failed("exit status 1".to_owned()));
+        let failed = ("b", Outcome::Failed("exit status 1".to_owned(), Vec::new()));
         summarize(&[passed(), ("c", Outcome::Skipped("why".to_owned()))]).unwrap();
         let error = summarize(&[passed(), failed]).unwrap_err();
         assert_eq!(error.to_string(), "1 of 2 checks failed");

@@ -11,6 +11,8 @@ use anyhow::{Context, Result};
 use ringhaul_tools::group::Group;
 use ringhaul_tools::process::Interrupt;
 
+use crate::failures::Failures;
+
 /// The longest wait between two checks of the limits.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -33,7 +35,8 @@ pub(crate) struct Limits {
 /// The end of a command.
 #[derive(Debug)]
 pub(crate) enum End {
-    Ended(ExitStatus),
+    /// The status, and the failures that the output reports.
+    Ended(ExitStatus, Vec<String>),
     /// A limit was over. The text has the limit, the unfinished tests, and the processes.
     Overdue(String),
 }
@@ -67,10 +70,12 @@ pub(crate) fn run(
     std::thread::spawn(move || read(output, Stream::Output, &sender));
     let mut tests = Tests::default();
     let mut screen = is_shown.then(|| Screen::new(name));
+    let mut failures = [Failures::default(), Failures::default()];
     let mut take = |(stream, piece): (Stream, Vec<u8>), tests: &mut Tests| {
         if stream == Stream::Output {
             tests.parse_output(&piece);
         }
+        failures[stream as usize].parse(&piece);
         if let Some(screen) = &mut screen {
             screen.show(stream, &piece);
         }
@@ -102,7 +107,7 @@ pub(crate) fn run(
     let status = group.wait()?;
     // Ctrl-C reaches the command as well, but its status is not the reason then.
     interrupt.check()?;
-    Ok(End::Ended(status))
+    Ok(End::Ended(status, failures.into_iter().flat_map(|failures| failures.lines).collect()))
 }
 
 /// An output of a command.
@@ -283,7 +288,7 @@ mod tests {
         for (program, code) in [("true", 0), ("false", 1)] {
             let end =
                 run(program, &mut Command::new(program), LONG, false, &Interrupt::unset_for_test());
-            let End::Ended(status) = end.unwrap() else { panic!("{program} was not awaited") };
+            let End::Ended(status, _) = end.unwrap() else { panic!("{program} was not awaited") };
             assert_eq!(status.code(), Some(code));
         }
     }
@@ -293,7 +298,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "sleep 20 & exit 0"]);
         let end = run("sh", &mut command, LONG, false, &Interrupt::unset_for_test()).unwrap();
-        assert!(matches!(end, End::Ended(_)), "{end:?}");
+        assert!(matches!(end, End::Ended(..)), "{end:?}");
     }
 
     #[test]

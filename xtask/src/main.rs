@@ -1,6 +1,7 @@
 //! Development tasks of the workspace; `cargo xtask` lists them. Measurements are in `lab/`.
 
 mod checks;
+mod failures;
 mod fuzz;
 mod limited_run;
 mod lines;

@@ -283,7 +283,7 @@ impl TreeCopy {
         command.stderr(Stdio::null());
         let limits = Limits { whole: LIMIT, test: LIMIT };
         match limited_run::run("cargo", &mut command, limits, false, interrupt)? {
-            End::Ended(status) => Ok(status.success()),
+            End::Ended(status, _) => Ok(status.success()),
             End::Overdue(what) => bail!("the suite {what}"),
         }
     }
