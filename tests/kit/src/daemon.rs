@@ -1,15 +1,17 @@
 //! The daemon under test: started with any options, watched from outside, ended with the test.
 
+mod log;
+
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use log::Log;
 use ringhaul_tools::process::wait_child;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -144,35 +146,6 @@ pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     content
 }
 
-/// The daemon's messages, line by line.
-#[derive(Default)]
-struct Log {
-    state: Mutex<LogState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct LogState {
-    lines: Vec<String>,
-    ended: bool,
-}
-
-impl Log {
-    fn state(&self) -> MutexGuard<'_, LogState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn fill(&self, from: ChildStderr) {
-        for line in BufReader::new(from).lines() {
-            let Ok(line) = line else { break };
-            self.state().lines.push(line);
-            self.changed.notify_all();
-        }
-        self.state().ended = true;
-        self.changed.notify_all();
-    }
-}
-
 /// A running daemon. Dropping it kills it, removes its socket and its disk and, if the test fails,
 /// shows its messages.
 pub struct Daemon {
@@ -270,7 +243,19 @@ impl Daemon {
     /// The daemon's messages so far.
     #[must_use]
     pub fn messages(&self) -> String {
-        self.log.state().lines.join("\n")
+        self.log.text()
+    }
+
+    /// Waits until `count` lines that contain `text` have been written, and checks that no further
+    /// one has. The log may lag behind answers to the front-end.
+    ///
+    /// # Errors
+    /// As for [`wait_for_message`](Self::wait_for_message), or if there are more lines.
+    pub fn wait_for_exactly(&self, text: &str, count: usize) -> Result<()> {
+        self.wait_for_message(text, count)?;
+        let written = self.log.count(text);
+        ensure!(written == count, "the daemon has written {text:?} {written} times, not {count}");
+        Ok(())
     }
 
     /// Waits until `count` lines that contain `text` have been written.
@@ -278,20 +263,7 @@ impl Daemon {
     /// # Errors
     /// If the daemon ends before, or does not write them in time.
     pub fn wait_for_message(&self, text: &str, count: usize) -> Result<()> {
-        let deadline = Instant::now() + LIMIT;
-        let mut state = self.log.state();
-        loop {
-            if state.lines.iter().filter(|line| line.contains(text)).count() >= count {
-                return Ok(());
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if state.ended || left.is_zero() {
-                let lines = state.lines.join("\n");
-                bail!("the daemon has not written {text:?} {count} times:\n{lines}");
-            }
-            (state, _) =
-                self.log.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
-        }
+        self.log.wait_for(text, count)
     }
 
     /// Fails if the daemon has ended.

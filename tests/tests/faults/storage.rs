@@ -227,10 +227,7 @@ fn a_loop_device_on_a_full_file_system(engine: Engine) -> Result<()> {
         drop(frontend);
         check_service(&mut daemon)?;
         let (line, expected) = ("all further flushes and", usize::from(cache != Cache::None));
-        // The log may lag behind the answers.
-        daemon.wait_for_message(line, expected)?;
-        let count = daemon.messages().matches(line).count();
-        ensure!(count == expected, "{count} times");
+        daemon.wait_for_exactly(line, expected)?;
         daemon.terminate()?;
     }
     Ok(())

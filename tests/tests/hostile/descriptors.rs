@@ -200,7 +200,7 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
         check_service(&mut daemon)?;
     }
     // Only the first call could block.
-    ensure!(daemon.messages().matches("a call did not return").count() == 1);
+    daemon.wait_for_exactly("a call did not return", 1)?;
     // Nor does the first blocked call keep a daemon from ending.
     let daemon = start(&DaemonOptions::new(engine))?;
     let call = new_eventfd()?;
