@@ -374,6 +374,15 @@ impl Stats {
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
+    /// The CPUs that the thread may run on, such as `0-3,8`. `None` if the thread has ended.
+    #[must_use]
+    pub fn allowed_cpus(&self) -> Option<String> {
+        let path = format!("/proc/self/task/{}/status", self.thread_id.get());
+        let text = std::fs::read_to_string(path).ok()?;
+        let cpus = text.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        Some(cpus.trim().to_owned())
+    }
+
     /// The file of the present submit: if the loop no longer turns, it waits for this file. `None`
     /// if there is no submit, or its engine has one for all files.
     #[must_use]

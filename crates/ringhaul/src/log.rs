@@ -37,6 +37,7 @@ use fields::Fields;
 use queue::Lines;
 
 pub(crate) use export_span::export_span;
+pub(crate) use queue::dropped_lines;
 pub use queue::flush;
 
 /// Values of `--log-format`.

@@ -3,6 +3,7 @@
 pub mod command;
 pub(crate) mod identity;
 pub(crate) mod lease_id;
+pub mod process;
 pub mod qos;
 mod rules;
 pub mod settings;

@@ -305,6 +305,15 @@ impl DiskSource {
         self.local().is_some_and(|source| source.is_block_device)
     }
 
+    /// The numbers of the block device that the disk is on, or of the file system of its file, as
+    /// `MAJOR:MINOR`. `None` without a file, or if the kernel does not report them.
+    #[must_use]
+    pub fn device_number(&self) -> Option<String> {
+        let status = rustix::fs::fstat(self.open_file()?).ok()?;
+        let device = if self.is_block_device() { status.st_rdev } else { status.st_dev };
+        Some(format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device)))
+    }
+
     /// The disk of a driver.
     pub(super) fn driver(&self) -> Option<&dyn DriverSource> {
         match &self.kind {

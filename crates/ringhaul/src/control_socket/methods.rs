@@ -15,6 +15,7 @@ use crate::control::subscribers::{EventKind, ExportEvent};
 use crate::monitoring;
 use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
+use crate::spec::process::ProcessStatus;
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
@@ -22,7 +23,7 @@ use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
-static METHODS: [&dyn Method; 16] = [
+static METHODS: [&dyn Method; 17] = [
     &Typed { name: "ping", kind: Kind::Query, carry_out: ping },
     &Typed { name: "export.list", kind: Kind::Query, carry_out: list },
     &Typed { name: "export.show", kind: Kind::Query, carry_out: show },
@@ -37,6 +38,7 @@ static METHODS: [&dyn Method; 16] = [
     &Typed { name: "upgrade", kind: Kind::MayWait, carry_out: upgrade },
     &Typed { name: "stats", kind: Kind::Query, carry_out: stats },
     &Typed { name: "metrics", kind: Kind::Query, carry_out: metrics },
+    &Typed { name: "process", kind: Kind::Query, carry_out: process_status },
     &Typed { name: "subscribe", kind: Kind::Query, carry_out: subscribe },
     &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
 ];
@@ -348,6 +350,15 @@ struct MetricsText {
 fn metrics(_: Metrics, client: &mut Client) -> Result<MetricsText, RpcError> {
     let text = monitoring::metrics(&*client.daemon()?).map_err(|error| RpcError::from(&error))?;
     Ok(MetricsText { text })
+}
+
+/// Describes the process of the daemon and the limits that the system sets it.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Process {}
+
+fn process_status(_: Process, client: &mut Client) -> Result<ProcessStatus, RpcError> {
+    client.daemon()?.process_status().map_err(|error| RpcError::from(&error))
 }
 
 /// Sends events on this connection from now on.

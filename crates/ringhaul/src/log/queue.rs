@@ -48,6 +48,11 @@ pub fn flush() {
     }
 }
 
+/// The number of lines that were dropped so far because the log was not read in time.
+pub(crate) fn dropped_lines() -> u64 {
+    QUEUE.get().map_or(0, |queue| queue.state.lock().dropped)
+}
+
 /// The writer of log lines, one line for each write. Before the thread has started, lines are lost.
 #[derive(Clone, Copy)]
 pub(super) struct Lines;
@@ -80,6 +85,8 @@ struct State {
     /// Lines that were dropped and not reported yet. While there are any, further lines are dropped
     /// too, so that the report comes in their place.
     left_out: u64,
+    /// Lines that were dropped so far.
+    dropped: u64,
     /// True while the thread writes a line that it has taken out of the queue.
     writing: bool,
 }
@@ -89,6 +96,7 @@ impl Queue {
         let mut state = self.state.lock();
         if state.left_out > 0 || state.bytes + line.len() > QUEUE_BYTES {
             state.left_out += 1;
+            state.dropped += 1;
             return;
         }
         state.bytes += line.len();
@@ -190,6 +198,7 @@ mod tests {
         assert_eq!(next(), "first");
         (0..4).for_each(|_| assert_eq!(next().len(), long.len()));
         assert_eq!(next(), "4 left out");
+        assert_eq!(queue.state.lock().dropped, 4);
         queue.push(b"last");
         allow.send(()).unwrap();
         assert_eq!(next(), "last");

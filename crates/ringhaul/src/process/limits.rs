@@ -51,6 +51,11 @@ impl MemoryLimits {
         self.compare(cgroup_limit)
     }
 
+    /// The memory in bytes that front-ends share now.
+    pub(crate) fn mapped_bytes(&self) -> u64 {
+        self.all.mapped_bytes()
+    }
+
     fn compare(&self, limit_bytes: impl FnOnce() -> Option<u64>) -> Option<String> {
         let mapped = self.all.mapped_bytes();
         if self.watch.mapped_bytes.swap(mapped, Ordering::Relaxed) == mapped {
@@ -72,7 +77,7 @@ impl MemoryLimits {
 
 /// The lowest memory limit in bytes of this process's cgroup and its ancestors. `None` if there is
 /// no limit or the kernel does not report it.
-fn cgroup_limit() -> Option<u64> {
+pub(crate) fn cgroup_limit() -> Option<u64> {
     let own = fs::read_to_string("/proc/self/cgroup").ok()?;
     limit_in(Path::new("/sys/fs/cgroup"), &own)
 }

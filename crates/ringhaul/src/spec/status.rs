@@ -4,10 +4,16 @@ use device::{RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vhost_user::SessionDetails;
+pub use vhost_user::{QueueDetails, QueueRole, QueueState};
 
 use crate::socket::peer::Peer;
 use crate::spec::qos::FullQosSpec;
 use crate::spec::{ExportSpec, UnitPlace};
+
+/// Options that share the memory of a guest.
+pub const HOW_TO_SHARE_MEMORY: &str = "with QEMU, give it \
+    `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`; with \
+    libvirt, `<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>`";
 
 /// The state of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -268,6 +274,9 @@ pub struct DiskDetails {
     pub rules: FullQosSpec,
     /// The disk, followed by the layers below it.
     pub chain: Vec<String>,
+    /// The numbers of its block device, or of the file system of its file, as `MAJOR:MINOR`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_number: Option<String>,
     /// The engine; none for a disk that needs no kernel.
     pub engine: Option<String>,
     /// The reason for the choice of the engine.

@@ -16,6 +16,7 @@ use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
 use crate::options::ServeArgs;
 use crate::spec::command::CommandError;
+use crate::spec::process::ThreadCpus;
 use crate::spec::settings::PollLimits;
 use crate::spec::stats::LoopStats;
 use crate::threads::IoThreads;
@@ -289,6 +290,15 @@ impl Threads {
             LoopStats::new(format!("iothread-{index}"), remote.stats())
         };
         threads.map(of).collect()
+    }
+
+    /// The CPUs that each thread may run on.
+    pub(crate) fn cpus(&self) -> Vec<ThreadCpus> {
+        let of = |(index, remote): (usize, &Remote)| ThreadCpus {
+            name: format!("iothread-{index}"),
+            cpus: remote.stats().allowed_cpus().unwrap_or_default(),
+        };
+        self.remotes().enumerate().map(of).collect()
     }
 
     /// Prepares for the first export that is served. Not done earlier, so that a refused export

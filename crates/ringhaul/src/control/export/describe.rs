@@ -86,6 +86,7 @@ fn describe(place: Option<UnitPlace>, disk: &DiskSource, rules: QosSpec) -> Disk
         waited: disk.retry_totals().0,
         rules: rules.into(),
         chain: disk.chain().iter().map(ToString::to_string).collect(),
+        device_number: disk.device_number(),
         engine: engine.map(|(engine, _)| engine.to_string()),
         engine_reason: engine.map(|(_, reason)| reason.to_owned()),
     }

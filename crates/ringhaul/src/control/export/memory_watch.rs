@@ -3,13 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use crate::spec::status::HOW_TO_SHARE_MEMORY;
+
 /// The time within which a front-end may still share memory after it has started a queue.
 const PATIENCE: Duration = Duration::from_secs(5);
-
-/// Options that share the memory of a guest.
-const HOW_TO_SHARE: &str = "with QEMU, give it \
-    `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem`; with \
-    libvirt, `<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>`";
 
 /// Watches the current front-end.
 #[derive(Debug, Default)]
@@ -44,7 +41,7 @@ impl MemoryWatch {
         self.is_logged = true;
         Some(format!(
             "the front-end has started queue {queue} but shares no memory, so the guest waits for \
-             its disk; {HOW_TO_SHARE}"
+             its disk; {HOW_TO_SHARE_MEMORY}"
         ))
     }
 }

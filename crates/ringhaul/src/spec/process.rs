@@ -1,0 +1,44 @@
+//! The process of a daemon, with the limits that the system sets it, as data.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The process of a daemon at one moment.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ProcessStatus {
+    /// Its process id.
+    pub process: u32,
+    /// The release of the kernel.
+    pub kernel: String,
+    /// Descriptors that are open.
+    pub open_files: u64,
+    /// The limit on open descriptors. `None`: no limit.
+    pub open_files_max: Option<u64>,
+    /// The limit on locked memory in bytes. `None`: no limit, or a process that may exceed it.
+    pub locked_memory_max_bytes: Option<u64>,
+    /// Operations for which the whole system has Linux AIO contexts. `None`: the kernel has no
+    /// Linux AIO.
+    pub aio_operations: Option<u64>,
+    /// The limit on these operations: `fs.aio-max-nr`.
+    pub aio_operations_max: Option<u64>,
+    /// The memory in bytes that front-ends share.
+    pub mapped_memory_bytes: u64,
+    /// The lowest limit in bytes on the memory of its cgroup. `None`: no limit.
+    pub cgroup_memory_max_bytes: Option<u64>,
+    /// Log lines that were dropped because standard error was not read in time.
+    pub dropped_log_lines: u64,
+    /// The CPUs of the IoThreads, in the order of their numbers.
+    pub thread_cpus: Vec<ThreadCpus>,
+}
+
+/// The CPUs of an IoThread.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ThreadCpus {
+    /// The name of the thread.
+    pub name: String,
+    /// The CPUs that the thread may run on, such as `0-3,8`; empty if the kernel does not list
+    /// them.
+    pub cpus: String,
+}
