@@ -4,21 +4,22 @@ mod args;
 mod calls;
 mod completion;
 mod connection;
+mod doctor;
 mod show;
 mod top;
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use ringhaul::control_socket;
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 
 pub(crate) use args::{CtlArgs, CtlCommand};
 use connection::{Connection, Refusal, find_control_socket};
-use show::Form;
+use show::{Form, print};
 
 /// The daemon refused the command, or the command failed.
 const EXIT_REFUSED: u8 = 1;
@@ -61,9 +62,10 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let calls = calls::calls_of(&args.what)?;
     let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
-    if let CtlCommand::Top(options) = &args.what {
-        top::run(options, &mut daemon, args.json)?;
-        return Ok(ExitCode::SUCCESS);
+    match &args.what {
+        CtlCommand::Top(options) => return top::run(options, &mut daemon, args.json),
+        CtlCommand::Doctor(options) => return doctor::run(options, &mut daemon, form),
+        _ => {}
     }
     let retry = match args.what {
         CtlCommand::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
@@ -164,10 +166,4 @@ fn ask(
         Err(refusal) => return Ok(Err(refusal)),
     };
     print(&show::answer(method, &answer, form)).map(Ok)
-}
-
-fn print(text: &str) -> Result<()> {
-    let mut output = std::io::stdout().lock();
-    let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
-    printed.context("cannot write to standard output")
 }

@@ -14,6 +14,7 @@ mod ctl;
 mod demo;
 mod disk_kinds;
 mod disks;
+mod doctor;
 mod documented;
 mod format_warnings;
 mod held_writes;

@@ -7,6 +7,7 @@ use clap_complete::ArgValueCandidates;
 use ringhaul::options::ExportArgs;
 
 use super::completion::export_names;
+use super::doctor::DoctorArgs;
 use super::top::TopArgs;
 
 /// Examples and exit statuses.
@@ -14,7 +15,8 @@ const STATUS: &str = concat!(
     "Examples:\n  ringhaul ctl --control /run/ringhaul/control list\n",
     "  ringhaul ctl add --name vm3 --socket-path /run/vm3.sock --blk-file vm3.img\n",
     "  ringhaul ctl set-disk vm3 iops-total=500\n\n",
-    "Status: 0, it is done; 1, the daemon has refused, or has tried and failed; 2, the command ",
+    "Status: 0, it is done; 1, the daemon has refused, or has tried and failed, or `doctor` has ",
+    "found a fault; 2, the command ",
     "makes no sense, or the daemon cannot be reached; 3, a removal was not finished by its ",
     "deadline, and goes on; 4, an upgrade was refused and may succeed in a moment; 5, an upgrade ",
     "was refused for good.",
@@ -131,6 +133,8 @@ pub(crate) enum CtlCommand {
     Stats,
     /// Show rates and latencies of all exports, again and again.
     Top(TopArgs),
+    /// Look for faults and for causes of slow requests, and print each with its remedy.
+    Doctor(DoctorArgs),
     /// Print the metrics of all exports in the text format of Prometheus.
     Metrics,
     /// Print events as they happen, until the daemon ends.

@@ -58,7 +58,7 @@ pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
             check_is_path(binary)?;
             ("upgrade", json!({ "binary": absolute(binary)? }))
         }
-        CtlCommand::Schema | CtlCommand::Top(_) => return Ok(Vec::new()),
+        CtlCommand::Schema | CtlCommand::Top(_) | CtlCommand::Doctor(_) => return Ok(Vec::new()),
         CtlCommand::Shutdown { .. } => ("shutdown", json!({})),
         CtlCommand::Call { method, params } => {
             let params = serde_json::from_str(params).context("the parameters are not JSON")?;

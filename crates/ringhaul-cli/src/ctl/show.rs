@@ -1,7 +1,9 @@
 //! Answers and events, as people and scripts read them.
 
 use std::fmt::Write;
+use std::io::Write as _;
 
+use anyhow::{Context, Result};
 use serde_json::Value;
 
 /// The form of the output.
@@ -13,6 +15,13 @@ pub(super) enum Form {
     Lines,
     /// The daemon's answer.
     Json,
+}
+
+/// Prints a text on standard output.
+pub(super) fn print(text: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
+    printed.context("cannot write to standard output")
 }
 
 /// The answer of a method.

@@ -4,8 +4,9 @@ mod figures;
 mod screen;
 
 use std::collections::VecDeque;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::os::fd::AsFd;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +20,7 @@ use serde_json::json;
 
 use super::completion::export_names;
 use super::connection::Connection;
+use super::show::print;
 use figures::{ExportFigures, Figures};
 pub(crate) use screen::SortKey;
 use screen::{HISTORY_MAX, Terminal, details, overview};
@@ -73,7 +75,7 @@ fn ask<T: DeserializeOwned>(daemon: &mut Connection, method: &str) -> Result<T> 
 /// # Errors
 ///
 /// When the daemon has gone, or the terminal.
-pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Result<()> {
+pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Result<ExitCode> {
     let mut top = Top {
         sort: args.sort,
         export: args.export.clone(),
@@ -83,7 +85,7 @@ pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Res
     let mut before = Reading::new(daemon)?;
     loop {
         if top.wait(before.time + args.interval)? == Step::End {
-            return Ok(());
+            return Ok(ExitCode::SUCCESS);
         }
         let after = Reading::new(daemon)?;
         let time = after.time.saturating_duration_since(before.time);
@@ -93,7 +95,7 @@ pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Res
             false => top.show(&figures)?,
         }
         if args.once {
-            return Ok(());
+            return Ok(ExitCode::SUCCESS);
         }
         before = after;
     }
@@ -171,12 +173,6 @@ fn terminal() -> Terminal {
         rows: size.map_or(usize::MAX, |size| usize::from(size.ws_row) - 2),
         has_colours: output.is_terminal() && !refused,
     }
-}
-
-fn print(text: &str) -> Result<()> {
-    let mut output = std::io::stdout().lock();
-    let printed = output.write_all(text.as_bytes()).and_then(|()| output.flush());
-    printed.context("cannot write to standard output")
 }
 
 /// The keyboard of a terminal, which reports keys at once. Dropping it restores the terminal.

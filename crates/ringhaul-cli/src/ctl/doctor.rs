@@ -1,0 +1,77 @@
+//! `ringhaul ctl doctor`: faults of exports and host, and causes of slow requests.
+
+mod disk;
+mod facts;
+mod finding;
+mod front_end;
+mod host;
+mod system;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap_complete::ArgValueCandidates;
+use serde_json::json;
+
+use super::completion::export_names;
+use super::connection::Connection;
+use super::show::{Form, print};
+use facts::Facts;
+use finding::Finding;
+
+/// There is a finding that needs action.
+const EXIT_FOUND: u8 = 1;
+
+/// Options of `ringhaul ctl doctor`.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct DoctorArgs {
+    /// Examine the host and this export alone.
+    #[arg(add = ArgValueCandidates::new(export_names))]
+    pub(super) export: Option<String>,
+    /// The seconds for which rates are measured.
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_time)]
+    pub(super) time: Duration,
+}
+
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=60.0).contains(seconds));
+    let seconds = seconds.ok_or_else(|| format!("'{text}' is not 0.1 to 60 seconds"))?;
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// Prints the findings. The exit code is 1 if one of them needs action.
+///
+/// # Errors
+///
+/// When the daemon has gone, or has no such export.
+pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Result<ExitCode> {
+    let facts = Facts::collect(daemon, args.export.as_deref(), args.time)?;
+    let findings = examine(&facts);
+    match form {
+        Form::Table => print(&finding::text(&findings))?,
+        Form::Lines => print(&finding::lines(&findings))?,
+        Form::Json => {
+            let findings = serde_json::to_value(&findings).context("cannot write findings")?;
+            print(&format!("{:#}\n", json!({ "findings": findings })))?;
+        }
+    }
+    let is_found = findings.iter().any(Finding::needs_action);
+    Ok(if is_found { ExitCode::from(EXIT_FOUND) } else { ExitCode::SUCCESS })
+}
+
+/// All findings, the most harmful first.
+fn examine(facts: &Facts) -> Vec<Finding> {
+    let ms = u64::try_from(facts.time.as_millis()).unwrap_or(u64::MAX);
+    let mut findings = host::findings(facts, ms);
+    for export in &facts.exports {
+        let found = front_end::findings(export).into_iter().chain(disk::findings(export, ms));
+        let name = export.details.status.name();
+        findings.extend(found.map(|finding| finding.of_export(&name)));
+    }
+    finding::sort(&mut findings);
+    findings
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+//! The facts that findings are drawn from: answers of the daemon, and files of the system.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ringhaul::spec::command::{ExportDetails, ExportStatus};
+use ringhaul::spec::process::ProcessStatus;
+use ringhaul::spec::settings::Settings;
+use ringhaul::spec::stats::{DaemonStats, ExportStats, LoopStats};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::system::{
+    BlockDevice, VcpuThread, block_device, command_line, online_cpus, vcpu_threads,
+};
+use crate::ctl::connection::Connection;
+
+/// A daemon and its host, looked at twice.
+#[derive(Debug)]
+pub(super) struct Facts {
+    pub(super) process: ProcessStatus,
+    pub(super) settings: Settings,
+    pub(super) exports: Vec<ExportFacts>,
+    pub(super) threads: Vec<ThreadFacts>,
+    /// The CPUs of the host.
+    pub(super) online_cpus: BTreeSet<u32>,
+    /// The time between the looks.
+    pub(super) time: Duration,
+}
+
+/// An export.
+#[derive(Debug)]
+pub(super) struct ExportFacts {
+    pub(super) details: ExportDetails,
+    /// The counters at the two looks. `None`: the export was added or removed in between.
+    pub(super) stats: Option<[ExportStats; 2]>,
+    /// The words of the front-end's command line; empty if it cannot be read.
+    pub(super) command_line: Vec<String>,
+    /// The vCPUs of the front-end.
+    pub(super) vcpus: Vec<VcpuThread>,
+    /// The block devices at the two looks, in the order of the disks. `None`: a disk is on none.
+    pub(super) devices: Vec<Option<[BlockDevice; 2]>>,
+}
+
+/// An IoThread.
+#[derive(Debug)]
+pub(super) struct ThreadFacts {
+    pub(super) stats: [LoopStats; 2],
+    /// The CPUs that it may run on.
+    pub(super) cpus: String,
+}
+
+/// The counters at one look.
+struct Look {
+    stats: DaemonStats,
+    devices: BTreeMap<String, BlockDevice>,
+    time: Instant,
+}
+
+impl Facts {
+    /// Looks at a daemon for `time`: at the export with this name, or at all.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon has gone, or has no such export.
+    pub(super) fn collect(
+        daemon: &mut Connection,
+        export: Option<&str>,
+        time: Duration,
+    ) -> Result<Self> {
+        let details = details(daemon, export)?;
+        let before = Look::new(daemon, &details)?;
+        std::thread::sleep(time);
+        let after = Look::new(daemon, &details)?;
+        let process: ProcessStatus = ask(daemon, "process", &json!({}))?;
+        let mut threads = Vec::new();
+        for (old, new) in before.stats.iothreads.iter().zip(&after.stats.iothreads) {
+            let cpus = process.thread_cpus.iter().find(|cpus| cpus.name == new.name);
+            let cpus = cpus.map_or_else(String::new, |cpus| cpus.cpus.clone());
+            threads.push(ThreadFacts { stats: [old.clone(), new.clone()], cpus });
+        }
+        Ok(Self {
+            settings: ask(daemon, "set", &json!({}))?,
+            exports: details.into_iter().map(|it| ExportFacts::new(it, &before, &after)).collect(),
+            threads,
+            online_cpus: online_cpus(Path::new("/sys/devices/system/cpu")),
+            time: after.time.saturating_duration_since(before.time),
+            process,
+        })
+    }
+}
+
+impl ExportFacts {
+    fn new(details: ExportDetails, before: &Look, after: &Look) -> Self {
+        let name = details.status.name();
+        let stats = |look: &Look| {
+            let mut exports = look.stats.exports.iter();
+            exports.find(|stats| stats.name == name).cloned()
+        };
+        let device = |number: &Option<String>| {
+            let of = |look: &Look| look.devices.get(number.as_ref()?).copied();
+            Some([of(before)?, of(after)?])
+        };
+        let devices = details.disks.iter().map(|disk| device(&disk.device_number)).collect();
+        let peer = details.front_end.as_ref().and_then(|front_end| front_end.peer.as_ref()?.pid);
+        let of_peer = peer.map(|pid| Path::new("/proc").join(pid.to_string()));
+        Self {
+            stats: stats(before).zip(stats(after)).map(|(before, after)| [before, after]),
+            command_line: of_peer.as_deref().map(command_line).unwrap_or_default(),
+            vcpus: of_peer.as_deref().map(vcpu_threads).unwrap_or_default(),
+            devices,
+            details,
+        }
+    }
+}
+
+impl Look {
+    fn new(daemon: &mut Connection, exports: &[ExportDetails]) -> Result<Self> {
+        let stats = ask(daemon, "stats", &json!({}))?;
+        let disks = exports.iter().flat_map(|export| &export.disks);
+        let numbers = disks.filter_map(|disk| disk.device_number.as_ref());
+        let device = |number: &String| {
+            Some((number.clone(), block_device(Path::new("/sys/dev/block"), number)?))
+        };
+        Ok(Self { stats, devices: numbers.filter_map(device).collect(), time: Instant::now() })
+    }
+}
+
+/// Describes one export or all.
+fn details(daemon: &mut Connection, export: Option<&str>) -> Result<Vec<ExportDetails>> {
+    let names = match export {
+        Some(export) => vec![export.to_owned()],
+        None => {
+            let exports: Vec<ExportStatus> = ask(daemon, "export.list", &json!({}))?;
+            exports.iter().map(ExportStatus::name).collect()
+        }
+    };
+    let mut all = Vec::new();
+    for name in names {
+        match ask(daemon, "export.show", &json!({ "export": name })) {
+            Ok(details) => all.push(details),
+            // It may have been removed since.
+            Err(_) if export.is_none() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(all)
+}
+
+fn ask<T: DeserializeOwned>(daemon: &mut Connection, method: &str, params: &Value) -> Result<T> {
+    match daemon.call(method, params)? {
+        Ok(answer) => serde_json::from_value(answer)
+            .with_context(|| format!("the daemon is of another version: its answer to {method}")),
+        Err(refusal) => bail!("{}", refusal.message),
+    }
+}

@@ -1,0 +1,140 @@
+//! `ringhaul ctl doctor`: findings that a daemon, a front-end and limits of the system cause.
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{
+    Finished, READY, Running, TestFolders, ringhaul, ringhaul_under, run, serve,
+};
+use ringhaul_kit::frontend::{Frontend, Setup, protocol_feature};
+use serde_json::Value;
+
+use super::throttling::{begin_writes, end_writes};
+use crate::{DISK_BYTES, test_folders};
+
+fn start(folders: &TestFolders, options: &[&str]) -> Result<Running> {
+    folders.disk("disk.img", DISK_BYTES)?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    command.args(["--name", "vm", "--control"]).arg(folders.socket("control")).args(options);
+    Running::serve(&mut command)
+}
+
+fn doctor(folders: &TestFolders, words: &[&str]) -> Result<Finished> {
+    let mut command = ringhaul()?;
+    command.args(["ctl", "--control"]).arg(folders.socket("control"));
+    run(command.args(["doctor", "--time", "0.3"]).args(words))
+}
+
+/// The findings about the export `vm`, or with `None` about the host.
+fn findings(folders: &TestFolders, export: Option<&str>) -> Result<Vec<Value>> {
+    let answer: Value = serde_json::from_str(&doctor(folders, &["--json"])?.stdout)?;
+    let all = answer["findings"].as_array().context("no list")?.iter();
+    Ok(all.filter(|finding| finding["export"].as_str() == export).cloned().collect())
+}
+
+/// A front-end with an inflight region, as QEMU has it.
+fn healthy() -> Setup {
+    let usual = Setup::default();
+    let region = protocol_feature::INFLIGHT_SHMFD;
+    let protocol_features = usual.protocol_features.map(|features| features | region);
+    Setup { protocol_features, ..usual }
+}
+
+#[test]
+fn a_healthy_export_has_no_finding() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders, &[])?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &healthy())?;
+    frontend.read(0, 0, 4096)?;
+    let found = findings(&folders, Some("vm"))?;
+    ensure!(found.is_empty(), "{found:#?}");
+    // Other programs may use up limits of the host.
+    let is_host_healthy = findings(&folders, None)?.iter().all(|it| it["level"] == "note");
+    if is_host_healthy {
+        doctor(&folders, &[])?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_without_shared_memory_is_found_first() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders, &[])?;
+    let mut frontend = Frontend::connect(&folders.socket("vm.sock"), &Setup::default())?;
+    frontend.negotiate()?;
+    frontend.start_queue(0, 0)?;
+    frontend.enable_queue(0, true)?;
+    let lines = doctor(&folders, &["vm"])?.expect_code(1)?.stdout;
+    let first = lines.lines().next().unwrap_or_default();
+    ensure!(first.starts_with("harmful  vm  memory-not-shared  "), "{lines}");
+    let process = format!("process {}", std::process::id());
+    ensure!(first.contains(&process) && first.contains("share=on"), "{lines}");
+    Ok(())
+}
+
+#[test]
+fn a_front_end_without_an_inflight_region_is_found() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders, &[])?;
+    let frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    let found = findings(&folders, Some("vm"))?;
+    ensure!(found.len() == 1 && found[0]["finding"] == "no-inflight-region", "{found:#?}");
+    ensure!(found[0]["level"] == "warning", "{found:#?}");
+    doctor(&folders, &["vm"])?.expect_code(1)?;
+    drop(frontend);
+    loop {
+        // The daemon sees the end of the connection later.
+        let found = findings(&folders, Some("vm"))?;
+        if found.iter().any(|finding| finding["finding"] == "no-front-end") {
+            return Ok(());
+        }
+    }
+}
+
+#[test]
+fn requests_that_wait_for_limits_are_found() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders, &["--limits", "bps-total=256K"])?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &healthy())?;
+    begin_writes(&mut frontend, 8)?;
+    let found = loop {
+        // The waits of some requests end only after the first looks.
+        let found = findings(&folders, Some("vm"))?;
+        if !found.is_empty() {
+            break found;
+        }
+    };
+    ensure!(found.len() == 1 && found[0]["finding"] == "throttled", "{found:#?}");
+    let figure = found[0]["figure"].as_str().unwrap_or_default();
+    ensure!(figure.contains("limits: bps-total=262144"), "{figure}");
+    end_writes(&mut frontend, 0..8)
+}
+
+/// The rings of io_uring are locked memory, so another engine stands in.
+#[test]
+fn little_locked_memory_and_its_effect_are_found() -> Result<()> {
+    let folders = test_folders()?;
+    let words = ["prlimit", "--memlock=65536", "setpriv", "--bounding-set=-ipc_lock"];
+    let mut command = ringhaul_under(&words)?;
+    command.arg("serve").arg("--socket-path").arg(folders.socket("vm.sock")).arg("--blk-file");
+    command.arg(folders.disk("disk.img", DISK_BYTES)?).args(["--name", "vm", "--control"]);
+    let mut daemon = Running::start(command.arg(folders.socket("control")))?;
+    daemon.wait_for(READY)?;
+    let found = findings(&folders, None)?;
+    let is_there = |found: &[Value], name: &str, words: &str| {
+        let mut found = found.iter().filter(|finding| finding["finding"] == name);
+        found.any(|finding| finding["figure"].as_str().is_some_and(|it| it.contains(words)))
+    };
+    ensure!(is_there(&found, "locked-memory", "may lock 64 KiB"), "{found:#?}");
+    let found = findings(&folders, Some("vm"))?;
+    // Some kernels do not count the rings.
+    if !daemon.stderr().contains("engine io_uring: ") {
+        ensure!(is_there(&found, "engine-fallback", "cannot set up io_uring"), "{found:#?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_export_that_does_not_exist_is_named() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders, &[])?;
+    doctor(&folders, &["other"])?.expect_refusal(&["there is no export other"])
+}
