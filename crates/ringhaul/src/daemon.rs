@@ -9,6 +9,7 @@ mod keeping;
 mod process_status;
 pub(crate) mod reload;
 pub(crate) mod saved_state;
+mod watch;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -18,8 +19,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::executor::Lock;
+use device::Device;
 use device::access::DiskAccess;
-use device::{CallWatch, Device};
 
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::Subscribers;
@@ -134,18 +135,6 @@ impl Daemon {
             saved_state: OnceLock::new(),
         };
         Ok((daemon, Shutdown(received)))
-    }
-
-    /// Watches for hanging calls and IoThreads until the returned watch is dropped. A process has
-    /// one watch. It must outlive the queues, because a hanging call keeps them from stopping.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel refuses a signal handler or a thread.
-    pub fn watch(&self) -> Result<CallWatch> {
-        let threads = Arc::clone(&self.thread_watch);
-        let check = move |now| threads.lock().check(now);
-        Ok(CallWatch::start(check)?)
     }
 
     /// Carries out a command and waits until it is done. Any thread may call this at any time.

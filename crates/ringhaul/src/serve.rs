@@ -1,5 +1,6 @@
 //! `ringhaul serve`: runs a daemon from its options to its end.
 
+mod service_status;
 mod start;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ use crate::log;
 use crate::monitoring::server::MetricsServer;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
+use crate::process::service_manager;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::socket::{Endpoint, permissions};
 use crate::spec::command::{Command, CommandError, EndCause, Reply};
@@ -49,7 +51,9 @@ pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Exi
     // Before another process hands over more descriptors than the present limit allows.
     crate::process::limits::raise_file_limit();
     match &args.takeover {
-        None => begin(args, config),
+        None => {
+            begin(args, config).inspect_err(|error| service_manager::status(&format!("{error:#}")))
+        }
         Some(socket) => {
             let predecessor = Predecessor::ask(socket)?;
             let refusal_sender = predecessor.refusal_sender()?;
@@ -97,6 +101,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
     let _metrics = start_metrics(metrics.as_ref(), &daemon)?;
+    service_status::start(&daemon)?;
     let opening = daemon.begin_restore(exports)?;
     end(ending, &daemon, Some(opening), control)
 }
@@ -141,6 +146,8 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
         ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
     let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
+    service_manager::ready();
+    ok_or_log(service_status::start(&daemon), "reports to the service manager");
     end(ending, &daemon, opening, control)
 }
 

@@ -2,9 +2,9 @@
 //!
 //! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or qemu-storage-daemon for a guest.
 //! [`frontend`] is a front-end that can misbehave, and [`guest`] boots real guests. [`nbd_server`]
-//! and [`ceph`] run foreign servers with disks. [`fuse`], [`system`] and [`kernel_trace`] change or
-//! watch the machine. A [`journal`] has all changes of a disk, which [`fuse`] and [`nbd_recorder`]
-//! record.
+//! and [`ceph`] run foreign servers with disks. [`service_manager`] plays systemd. [`fuse`],
+//! [`system`] and [`kernel_trace`] change or watch the machine. A [`journal`] has all changes of a
+//! disk, which [`fuse`] and [`nbd_recorder`] record.
 
 pub mod ceph;
 pub mod cli;
@@ -18,4 +18,5 @@ pub mod nbd_recorder;
 pub mod nbd_server;
 pub mod random;
 pub mod server;
+pub mod service_manager;
 pub mod system;

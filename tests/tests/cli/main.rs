@@ -29,6 +29,7 @@ mod resize;
 mod restart;
 mod schema;
 mod secrets;
+mod service_manager;
 mod shutdown;
 mod socat;
 mod sockets;

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,7 @@ use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::service_manager::ServiceManager;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -448,17 +449,11 @@ impl Drop for Successor<'_> {
 #[test]
 fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let folders = test_folders()?;
-    let notify_socket = UnixDatagram::bind(folders.socket("manager"))?;
-    notify_socket.set_read_timeout(Some(LIMIT))?;
     let mut command = begin(&folders)?;
-    command.args(["--log", "info"]).env("NOTIFY_SOCKET", folders.socket("manager"));
+    command.args(["--log", "info"]);
+    let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
     let daemon = Running::start(&mut command)?;
-    let next_notification = || -> Result<String> {
-        let mut message = [0; 64];
-        let bytes = notify_socket.recv(&mut message)?;
-        Ok(String::from_utf8_lossy(&message[..bytes]).into_owned())
-    };
-    ensure!(next_notification()? == "READY=1\n", "a unit of Type=notify would never start");
+    manager.wait_for("READY=1\n")?;
     ensure!(folders.socket("vm.sock").exists(), "it has started before its sockets are there");
     let _successor = Successor(&folders);
     let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
@@ -481,8 +476,10 @@ fn a_daemon_is_upgraded_by_request() -> Result<()> {
     let binary = ringhaul_binary()?;
     let output = ctl(&["upgrade", &binary.to_string_lossy()])?.expect_code(0)?.stdout;
     let output: Value = serde_json::from_str(&output)?;
-    let expected = format!("MAINPID={}\n", output["process"]);
-    ensure!(next_notification()? == expected, "the service manager does not know of it");
+    manager.wait_for(&format!("MAINPID={}\n", output["process"]))?;
+    // The new process reports only after that.
+    manager.wait_for("READY=1\n")?;
+    manager.wait_for("STATUS=1 export served, 1 with a front-end\n")?;
     let set: Value = serde_json::from_str(&ctl(&["call", "set"])?.expect_code(0)?.stdout)?;
     ensure!(set["poll-max-us"] == 7, "what was set is forgotten: {set}");
     // The new process knows the path of its control socket, so it can be replaced in turn.

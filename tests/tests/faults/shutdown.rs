@@ -1,6 +1,7 @@
 //! The end of a daemon while a disk hangs: a write to a frozen file system does not return.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -37,6 +38,17 @@ impl HungDisk {
 
     /// Like [`HungDisk::new`], with more options of the daemon.
     pub(crate) fn with(engine: &str, options: &[&str]) -> Result<Option<Self>> {
+        Self::start(engine, |command, _| {
+            command.args(options);
+            Ok(())
+        })
+    }
+
+    /// Like [`HungDisk::new`], with a daemon that `prepare` changes before its start.
+    pub(crate) fn start(
+        engine: &str,
+        prepare: impl FnOnce(&mut Command, &TestFolders) -> Result<()>,
+    ) -> Result<Option<Self>> {
         if !can_change_system("mounting a file system") || !is_installed("fsfreeze") {
             return Ok(None);
         }
@@ -47,10 +59,11 @@ impl HungDisk {
         std::fs::File::create(&file)?.set_len(DISK_BYTES)?;
         let sockets = ["hung", "healthy"].map(|name| folders.socket(name));
         let mut command = ringhaul()?;
-        command.args(["serve", "--engine", engine]).args(options);
+        command.args(["serve", "--engine", engine]);
         command.args(["--log", "info,ringhaul::threads::engines=debug", "--export"]);
         command.arg(format!("socket-path={},blk-file={}", sockets[0].display(), file.display()));
         command.args(["--export", &format!("socket-path={},null=16M", sockets[1].display())]);
+        prepare(&mut command, &folders)?;
         let daemon = Running::serve(&mut command)?;
         let mut hung = Frontend::attach(&sockets[0], &Setup::default())?;
         let healthy = Frontend::attach(&sockets[1], &Setup::default())?;

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run};
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::blk;
+use ringhaul_kit::service_manager::ServiceManager;
 use ringhaul_kit::system::is_installed;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
@@ -71,6 +72,31 @@ fn a_blocking_submit_is_logged_and_is_the_last() -> Result<()> {
     let finished = hung.daemon.finish()?.expect_code(0)?;
     ensure!(finished.stderr.matches("stuck in a system call").count() == 1, "{}", finished.stderr);
     ensure!(finished.stderr.matches("a submit blocked").count() == 1, "{}", finished.stderr);
+    Ok(())
+}
+
+/// The service manager restarts a daemon without signs of life.
+#[test]
+fn a_stuck_thread_ends_the_signs_of_life() -> Result<()> {
+    let mut manager = None;
+    let hung = HungDisk::start("aio", |command, folders| {
+        command.env("WATCHDOG_USEC", "400000");
+        manager = Some(ServiceManager::listen(&folders.socket("manager"), command)?);
+        Ok(())
+    })?;
+    let (Some(mut hung), Some(manager)) = (hung, manager) else { return Ok(()) };
+    let before = manager.arrived();
+    ensure!(before.iter().any(|message| message == "WATCHDOG=1\n"), "{before:?}");
+    // It takes three seconds, which is the time of 30 signs of life.
+    hung.daemon.wait_for("stuck in a system call")?;
+    let arrived = manager.arrived();
+    let signs = arrived.iter().filter(|message| *message == "WATCHDOG=1\n").count();
+    ensure!(signs <= 2, "{arrived:?}");
+    hung.frozen = None;
+    manager.wait_for("WATCHDOG=1\n")?;
+    hung.hung.rings[0].wait_used()?;
+    hung.daemon.signal(Signal::TERM)?;
+    hung.daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 

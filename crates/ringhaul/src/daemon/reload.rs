@@ -17,6 +17,7 @@ use crate::daemon::Daemon;
 use crate::open::parallel::{ParallelCalls, Yield};
 use crate::options::config::{Config, ConfigFile};
 use crate::options::export::OF_EXPORTS;
+use crate::process::service_manager;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
 use crate::spec::identity::{matches_export, matches_unit};
 use crate::spec::settings::SettingsChange;
@@ -187,11 +188,13 @@ impl Reloader {
     }
 
     fn reload(&mut self) {
+        let _reloading = service_manager::reloading();
         let path = self.file.path().display().to_string();
         let config = match self.read() {
             Ok(config) => config,
             Err(error) => {
                 tracing::error!("cannot reload the configuration, so nothing changes: {error:#}");
+                service_manager::status(&format!("configuration not reloaded: {error:#}"));
                 return;
             }
         };

@@ -3,19 +3,91 @@
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ringhaul_options::redact::printable;
+use rustix::time::{ClockId, clock_gettime};
 
 /// The variable with the manager's socket; `@` stands for the zero byte that abstract names begin
 /// with.
-const VARIABLE: &str = "NOTIFY_SOCKET";
+const SOCKET: &str = "NOTIFY_SOCKET";
+
+/// The variable with the longest time in microseconds between two signs of life.
+const WATCHDOG_TIME: &str = "WATCHDOG_USEC";
+
+/// The variable with the only process that gives signs of life; without it, each process may.
+pub(crate) const WATCHDOG_PROCESS: &str = "WATCHDOG_PID";
+
+/// The time that a manager with a full queue has to take the message on which a unit's start waits.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// True once the manager knows that the daemon is ready.
+static IS_READY: AtomicBool = AtomicBool::new(false);
+
+/// True once a failure has been logged.
+static IS_LOGGED: AtomicBool = AtomicBool::new(false);
+
+/// Returns true if a service manager listens.
+pub(crate) fn is_present() -> bool {
+    socket_path().is_some()
+}
+
+/// Returns a quarter of the time after which the manager ends a daemon without a sign of life.
+/// `None`: it waits for none.
+pub(crate) fn watchdog_interval() -> Option<Duration> {
+    let [time, process] = [WATCHDOG_TIME, WATCHDOG_PROCESS].map(|name| std::env::var(name).ok());
+    interval_from(time.as_deref(), process.as_deref()).filter(|_| is_present())
+}
+
+fn interval_from(time: Option<&str>, process: Option<&str>) -> Option<Duration> {
+    let is_ours = process.is_none_or(|process| process == std::process::id().to_string());
+    let microseconds = time?.parse().ok().filter(|time| is_ours && *time > 0)?;
+    Some(Duration::from_micros(microseconds) / 4)
+}
 
 /// Reports that front-ends can connect: a unit of `Type=notify` has started.
 pub(crate) fn ready() {
-    tell("READY=1\n", "that the daemon is ready");
+    IS_READY.store(true, Ordering::Relaxed);
+    tell("READY=1\n", PATIENCE, "that the daemon is ready");
+}
+
+/// Reports that the daemon reads its configuration again, until the returned value is dropped. A
+/// daemon that still starts reports its readiness later.
+pub(crate) fn reloading() -> Reloading {
+    if IS_READY.load(Ordering::Relaxed) {
+        let now = clock_gettime(ClockId::Monotonic);
+        let now = now.tv_sec.unsigned_abs() * 1_000_000 + now.tv_nsec.unsigned_abs() / 1000;
+        let text = format!("RELOADING=1\nMONOTONIC_USEC={now}\n");
+        tell(&text, PATIENCE, "that the daemon reads its configuration");
+    }
+    Reloading(())
+}
+
+/// A reload in progress.
+pub(crate) struct Reloading(());
+
+impl Drop for Reloading {
+    fn drop(&mut self) {
+        if IS_READY.load(Ordering::Relaxed) {
+            ready();
+        }
+    }
 }
 
 /// Reports that the daemon ends as requested.
 pub(crate) fn stopping() {
-    tell("STOPPING=1\n", "that the daemon ends");
+    tell("STOPPING=1\n", Duration::ZERO, "that the daemon ends");
+}
+
+/// Reports the state of the daemon in words.
+pub(crate) fn status(text: &str) {
+    tell(&format!("STATUS={}\n", printable(text)), Duration::ZERO, "of its state");
+}
+
+/// Reports that the daemon lives.
+pub(crate) fn alive() {
+    tell("WATCHDOG=1\n", PATIENCE, "that the daemon lives");
 }
 
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
@@ -23,25 +95,35 @@ pub(crate) fn stopping() {
 pub(crate) fn main_process(process: u32) {
     tell(
         &format!("MAINPID={process}\n"),
+        Duration::ZERO,
         &format!("that the service continues in process {process}"),
     );
 }
 
-fn tell(text: &str, what: &str) {
-    let Some(path) = std::env::var(VARIABLE).ok().filter(|path| !path.is_empty()) else { return };
-    if let Err(error) = send(&path, text) {
+fn socket_path() -> Option<String> {
+    std::env::var(SOCKET).ok().filter(|path| !path.is_empty())
+}
+
+fn tell(text: &str, patience: Duration, what: &str) {
+    let Some(path) = socket_path() else { return };
+    if let Err(error) = send(&path, text, patience)
+        && !IS_LOGGED.swap(true, Ordering::Relaxed)
+    {
         tracing::warn!("cannot notify the service manager at {path} {what}: {error}");
     }
 }
 
-fn send(path: &str, text: &str) -> io::Result<()> {
+/// Sends a message. A manager that does not read delays this for at most `patience`.
+fn send(path: &str, text: &str, patience: Duration) -> io::Result<()> {
     let address = match path.strip_prefix('@') {
         Some(name) => SocketAddr::from_abstract_name(name)?,
         None => SocketAddr::from_pathname(path)?,
     };
     let socket = UnixDatagram::unbound()?;
-    // A manager that does not read must not delay the end.
-    socket.set_nonblocking(true)?;
+    match patience.is_zero() {
+        true => socket.set_nonblocking(true)?,
+        false => socket.set_write_timeout(Some(patience))?,
+    }
     socket.send_to_addr(text.as_bytes(), &address).map(drop)
 }
 
@@ -57,11 +139,54 @@ mod tests {
         let by_name = SocketAddr::from_abstract_name(&name).unwrap();
         let sockets = [UnixDatagram::bind(&path), UnixDatagram::bind_addr(&by_name)];
         for (socket, path) in sockets.into_iter().zip([path, format!("@{name}")]) {
-            send(&path, "MAINPID=7\n").unwrap();
-            let mut buffer = [0; 64];
-            let bytes = socket.unwrap().recv(&mut buffer).unwrap();
-            assert_eq!(buffer[..bytes], *b"MAINPID=7\n");
+            for patience in [Duration::ZERO, PATIENCE] {
+                send(&path, "MAINPID=7\n", patience).unwrap();
+                let mut buffer = [0; 64];
+                let bytes = socket.as_ref().unwrap().recv(&mut buffer).unwrap();
+                assert_eq!(buffer[..bytes], *b"MAINPID=7\n");
+            }
         }
-        assert!(send(&folder.path().display().to_string(), "").is_err());
+        assert!(send(&folder.path().display().to_string(), "", Duration::ZERO).is_err());
+    }
+
+    #[test]
+    fn a_manager_that_does_not_read_delays_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify").display().to_string();
+        let manager = UnixDatagram::bind(&path).unwrap();
+        let full = loop {
+            if let Err(error) = send(&path, "STATUS=x\n", Duration::ZERO) {
+                break error.kind();
+            }
+        };
+        assert_eq!(full, io::ErrorKind::WouldBlock);
+        // The message on which a start waits is sent when there is room again.
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| send(&path, "READY=1\n", Duration::from_secs(60)));
+            let mut buffer = [0; 64];
+            loop {
+                let bytes = manager.recv(&mut buffer).unwrap();
+                if buffer[..bytes] == *b"READY=1\n" {
+                    break;
+                }
+            }
+            waits.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn signs_of_life_are_given_four_times_in_their_time() {
+        let own = std::process::id().to_string();
+        let quarter = Some(Duration::from_millis(750));
+        for (time, process, expected) in [
+            (Some("3000000"), Some(&*own), quarter),
+            (Some("3000000"), None, quarter),
+            (Some("3000000"), Some("1"), None),
+            (Some("0"), None, None),
+            (Some("soon"), None, None),
+            (None, Some(&own), None),
+        ] {
+            assert_eq!(interval_from(time, process), expected, "{time:?} {process:?}");
+        }
     }
 }

@@ -153,10 +153,13 @@ fn stop(
     let closed = daemon.saved_state().map(SavedState::block_writes);
     let stream = conversation.stream.try_clone()?;
     let disks = paused_queues.commit()?;
-    // From here on only the new process may serve, if it receives this.
-    conversation.answer(&json!({}), &PassedFds::default())?;
-    closed.into_iter().for_each(WritesBlocked::hand_over);
+    // The new process may report to the service manager as soon as it receives the answer.
     service_manager::main_process(process);
+    // From here on only the new process may serve, if it receives this.
+    conversation
+        .answer(&json!({}), &PassedFds::default())
+        .inspect_err(|_| service_manager::main_process(std::process::id()))?;
+    closed.into_iter().for_each(WritesBlocked::hand_over);
     paused_queues.release(process, stream, disks);
     Ok(())
 }

@@ -284,6 +284,16 @@ impl Threads {
         self.running.iter().flat_map(|threads| threads.remotes())
     }
 
+    /// Asks every IoThread for a turn. The receiver is disconnected when all have turned or ended.
+    pub(crate) fn ask_for_turns(&self) -> mpsc::Receiver<()> {
+        let (turning, turns) = mpsc::channel::<()>();
+        for remote in self.remotes() {
+            let turning = turning.clone();
+            remote.post(move |_| drop(turning));
+        }
+        turns
+    }
+
     pub(crate) fn stats(&self) -> Vec<LoopStats> {
         let threads = self.remotes().enumerate();
         let of = |(index, remote): (usize, &Remote)| {

@@ -1,0 +1,158 @@
+//! Reports to the service manager while the daemon runs: its state in words, and signs of life
+//! while every IoThread turns.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::control::subscribers::EventReceiver;
+use crate::daemon::Daemon;
+use crate::process::service_manager;
+use crate::spec::command::{Command, ExportStatus, Reply};
+use crate::spec::status::ExportState;
+
+/// Starts the reports of a daemon, if a service manager listens. They end with the daemon.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub(super) fn start(daemon: &Arc<Daemon>) -> Result<()> {
+    if !service_manager::is_present() {
+        return Ok(());
+    }
+    let interval = service_manager::watchdog_interval();
+    let reporter = Reporter { daemon: Arc::downgrade(daemon), status: String::new() };
+    let watchdog = interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
+    let thread = std::thread::Builder::new().name("ringhaul-notify".into());
+    thread
+        .spawn(move || reporter.run(watchdog))
+        .context("cannot start the thread that reports to the service manager")
+        .map(drop)
+}
+
+struct Reporter {
+    daemon: Weak<Daemon>,
+    /// The last report.
+    status: String,
+}
+
+/// Signs of life.
+struct Watchdog {
+    interval: Duration,
+    due: Instant,
+    /// Ends when every IoThread has turned. `None`: no turn was asked for.
+    turns: Option<Receiver<()>>,
+}
+
+impl Reporter {
+    fn run(mut self, mut watchdog: Option<Watchdog>) {
+        while let Some(daemon) = self.daemon.upgrade() {
+            // A subscriber that falls behind loses its subscription.
+            let (_subscription, events) = daemon.subscribers().subscribe();
+            drop(daemon);
+            if !self.follow(&events, &mut watchdog) {
+                return;
+            }
+        }
+    }
+
+    /// Reports until the subscription ends, or the daemon, in which case it returns false.
+    fn follow(&mut self, events: &EventReceiver, watchdog: &mut Option<Watchdog>) -> bool {
+        loop {
+            let Some(daemon) = self.daemon.upgrade() else { return false };
+            let shown = daemon.handle(Command::Show);
+            if let Some(watchdog) = watchdog {
+                watchdog.check(&daemon, Instant::now());
+            }
+            drop(daemon);
+            let Ok(Reply::Exports(exports)) = shown else { return false };
+            let status = describe(&exports);
+            if status != self.status {
+                service_manager::status(&status);
+                self.status = status;
+            }
+            let next = match watchdog {
+                Some(watchdog) => {
+                    events.events.recv_timeout(watchdog.due.duration_since(Instant::now()))
+                }
+                None => events.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match next {
+                // One report is for all events so far.
+                Ok(_) => events.events.try_iter().for_each(drop),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return true,
+            }
+        }
+    }
+}
+
+impl Watchdog {
+    /// Gives a sign of life if it is due and all IoThreads have turned since the last one.
+    fn check(&mut self, daemon: &Daemon, now: Instant) {
+        if now < self.due {
+            return;
+        }
+        let has_turned = |turns: &Receiver<()>| turns.try_recv() == Err(TryRecvError::Disconnected);
+        if self.turns.as_ref().is_none_or(has_turned) {
+            service_manager::alive();
+            self.turns = Some(daemon.ask_for_turns());
+        }
+        self.due = now + self.interval;
+    }
+}
+
+/// The number of exports in each state.
+fn describe(exports: &[ExportStatus]) -> String {
+    let count = |is_so: &dyn Fn(&ExportStatus) -> bool| {
+        exports.iter().filter(|export| is_so(export)).count()
+    };
+    let serving = count(&|export| export.state == ExportState::Serving);
+    let mut text = format!(
+        "{serving} {} served, {} with a front-end",
+        if serving == 1 { "export" } else { "exports" },
+        count(&|export| export.connected)
+    );
+    for (number, state) in [
+        (count(&|export| export.state == ExportState::Opening), "being opened"),
+        (count(&|export| export.state == ExportState::Stopping), "ending"),
+    ] {
+        if number > 0 {
+            text += &format!(", {number} {state}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec};
+
+    #[test]
+    fn exports_are_counted_by_state() {
+        let export = |state, connected| {
+            let spec = ExportSpec {
+                name: None,
+                endpoint: EndpointSpec::Path("/a".into()),
+                device: DeviceSpec::Scsi(Vec::new()),
+                settings: ExportSettings::default(),
+            };
+            ExportStatus { state, connected, ..ExportStatus::opening(spec) }
+        };
+        use ExportState::{Opening, Serving, Stopping};
+        for (exports, expected) in [
+            (vec![], "0 exports served, 0 with a front-end"),
+            (vec![export(Serving, true)], "1 export served, 1 with a front-end"),
+            (
+                vec![export(Serving, false), export(Serving, true), export(Opening, false)],
+                "2 exports served, 1 with a front-end, 1 being opened",
+            ),
+            (vec![export(Stopping, true)], "0 exports served, 1 with a front-end, 1 ending"),
+        ] {
+            assert_eq!(describe(&exports), expected);
+        }
+    }
+}
