@@ -6,7 +6,7 @@ pub(crate) mod disk_monitor;
 pub(crate) mod format;
 pub(crate) mod hand_over;
 mod keeping;
-mod process_status;
+pub(crate) mod process_status;
 pub(crate) mod reload;
 pub(crate) mod saved_state;
 mod watch;

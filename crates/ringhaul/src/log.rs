@@ -9,6 +9,7 @@ mod fields;
 mod filter;
 mod queue;
 pub(crate) mod rate_limit;
+mod recent;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::ffi::OsStr;
@@ -39,6 +40,7 @@ use queue::Lines;
 pub(crate) use export_span::export_span;
 pub(crate) use queue::dropped_lines;
 pub use queue::flush;
+pub(crate) use recent::{RecentLine, recent_lines};
 
 /// Values of `--log-format`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

@@ -1,5 +1,8 @@
 //! `ringhaul ctl doctor`: findings that a daemon, a front-end and limits of the system cause.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
     Finished, READY, Running, TestFolders, ringhaul, ringhaul_under, run, serve,
@@ -130,6 +133,42 @@ fn little_locked_memory_and_its_effect_are_found() -> Result<()> {
         ensure!(is_there(&found, "engine-fallback", "cannot set up io_uring"), "{found:#?}");
     }
     Ok(())
+}
+
+/// Everything that a bug report needs is in one file, for its owner only.
+#[test]
+fn a_bundle_is_complete_and_private() -> Result<()> {
+    let folders = test_folders()?;
+    let serial = "a://user:hidden@h";
+    let _daemon = start(&folders, &["--serial", serial])?;
+    let file = folders.path("bundle.json");
+    let bundle = |words: &[&str]| {
+        let path = file.to_str().context("the path is no text")?;
+        doctor(&folders, &[&["--bundle", path], words].concat())
+    };
+    bundle(&[])?;
+    ensure!(fs::metadata(&file)?.permissions().mode() & 0o777 == 0o600);
+    let text = fs::read_to_string(&file)?;
+    let found: Value = serde_json::from_str(&text)?;
+    let options = found["process"]["options"].as_array().context("no options")?;
+    let is_given = |word: &str| options.iter().any(|option| option == word);
+    ensure!(is_given("--serial") && is_given("a://***@h") && !is_given(serial), "{options:?}");
+    ensure!(found["process"]["kernel"].as_str() == Some(&kernel()?), "{text}");
+    for key in ["/ctl/version", "/daemon/features/0", "/stats/exports/0/name", "/settings/log"] {
+        ensure!(found.pointer(key).is_some_and(|value| !value.is_null()), "no {key}: {text}");
+    }
+    ensure!(found["exports"][0]["disks"][0]["engine"].is_string(), "{text}");
+    ensure!(found["findings"].is_array(), "{text}");
+    let log = found["log"].as_array().context("no log")?;
+    let is_logged = |line: &Value| line["text"].as_str().is_some_and(|it| it.contains(READY));
+    ensure!(log.iter().any(is_logged), "{log:?}");
+    bundle(&[])?.expect_refusal(&["bundle.json", "new file"])?;
+    ensure!(fs::read_to_string(&file)? == text, "the file was changed");
+    Ok(())
+}
+
+fn kernel() -> Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned())
 }
 
 #[test]

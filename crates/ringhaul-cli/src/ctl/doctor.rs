@@ -1,5 +1,6 @@
 //! `ringhaul ctl doctor`: faults of exports and host, and causes of slow requests.
 
+mod bundle;
 mod disk;
 mod facts;
 mod finding;
@@ -7,6 +8,7 @@ mod front_end;
 mod host;
 mod system;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -32,6 +34,10 @@ pub(crate) struct DoctorArgs {
     /// The seconds for which rates are measured.
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_time)]
     pub(super) time: Duration,
+    /// Write a new file for a bug report: the findings, versions, features, kernel, options without
+    /// secrets, exports, counters, and the last 200 lines of the log.
+    #[arg(long, value_name = "FILE")]
+    pub(super) bundle: Option<PathBuf>,
 }
 
 fn parse_time(text: &str) -> Result<Duration, String> {
@@ -48,6 +54,9 @@ fn parse_time(text: &str) -> Result<Duration, String> {
 pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Result<ExitCode> {
     let facts = Facts::collect(daemon, args.export.as_deref(), args.time)?;
     let findings = examine(&facts);
+    if let Some(path) = &args.bundle {
+        bundle::write(path, daemon, &facts, &findings)?;
+    }
     match form {
         Form::Table => print(&finding::text(&findings))?,
         Form::Lines => print(&finding::lines(&findings))?,

@@ -12,10 +12,11 @@ use super::message::{Code, RpcError};
 use super::parser_words::reword;
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
+use crate::daemon::process_status::log_lines;
 use crate::monitoring;
 use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
-use crate::spec::process::ProcessStatus;
+use crate::spec::process::{LogLines, ProcessStatus};
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
@@ -23,7 +24,7 @@ use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
-static METHODS: [&dyn Method; 17] = [
+static METHODS: [&dyn Method; 18] = [
     &Typed { name: "ping", kind: Kind::Query, carry_out: ping },
     &Typed { name: "export.list", kind: Kind::Query, carry_out: list },
     &Typed { name: "export.show", kind: Kind::Query, carry_out: show },
@@ -39,6 +40,7 @@ static METHODS: [&dyn Method; 17] = [
     &Typed { name: "stats", kind: Kind::Query, carry_out: stats },
     &Typed { name: "metrics", kind: Kind::Query, carry_out: metrics },
     &Typed { name: "process", kind: Kind::Query, carry_out: process_status },
+    &Typed { name: "log", kind: Kind::Query, carry_out: log },
     &Typed { name: "subscribe", kind: Kind::Query, carry_out: subscribe },
     &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
 ];
@@ -359,6 +361,15 @@ struct Process {}
 
 fn process_status(_: Process, client: &mut Client) -> Result<ProcessStatus, RpcError> {
     client.daemon()?.process_status().map_err(|error| RpcError::from(&error))
+}
+
+/// Returns the last lines of the log.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Log {}
+
+fn log(_: Log, client: &mut Client) -> Result<LogLines, RpcError> {
+    client.daemon().map(|_| log_lines())
 }
 
 /// Sends events on this connection from now on.

@@ -2,13 +2,14 @@
 
 use std::fs;
 
+use disks::spec::redact_spec;
 use rustix::process::{Resource, getrlimit};
 
 use super::Daemon;
-use crate::log;
+use crate::log::{self, RecentLine};
 use crate::process::limits::cgroup_limit;
 use crate::spec::command::CommandError;
-use crate::spec::process::ProcessStatus;
+use crate::spec::process::{LogLine, LogLines, ProcessStatus};
 
 /// The bit of `CAP_IPC_LOCK` (capabilities(7)), with which no limit on locked memory applies.
 const CAP_IPC_LOCK: u32 = 14;
@@ -21,6 +22,7 @@ impl Daemon {
         let locked_max = getrlimit(Resource::Memlock).current;
         Ok(ProcessStatus {
             process: std::process::id(),
+            options: self.options_without_secrets(),
             kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| "not known".to_owned(), |release| release.trim().to_owned()),
             // The folder itself is open during the count.
@@ -35,6 +37,19 @@ impl Daemon {
             thread_cpus,
         })
     }
+
+    /// The options of the process. A secret that stands where none belongs is covered.
+    fn options_without_secrets(&self) -> Vec<String> {
+        let options = self.process_options.get().map(|(options, _)| &options.arguments);
+        options.into_iter().flatten().map(|option| redact_spec(option)).collect()
+    }
+}
+
+/// The last lines of the log.
+pub(crate) fn log_lines() -> LogLines {
+    let lines = log::recent_lines().into_iter();
+    let lines = lines.map(|RecentLine { time_seconds, text }| LogLine { time_seconds, text });
+    LogLines { lines: lines.collect() }
 }
 
 /// The number in a file.

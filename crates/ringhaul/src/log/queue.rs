@@ -14,6 +14,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::stdio::stderr;
 
+use super::recent;
+
 /// Bytes of lines that may wait: thousands of lines.
 const QUEUE_BYTES: usize = 256 << 10;
 
@@ -60,6 +62,7 @@ pub(super) struct Lines;
 impl io::Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if let Some(queue) = QUEUE.get() {
+            recent::keep(line);
             queue.push(line);
         }
         Ok(line.len())

@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 pub struct ProcessStatus {
     /// Its process id.
     pub process: u32,
+    /// Its options, without secrets.
+    pub options: Vec<String>,
     /// The release of the kernel.
     pub kernel: String,
     /// Descriptors that are open.
@@ -41,4 +43,21 @@ pub struct ThreadCpus {
     /// The CPUs that the thread may run on, such as `0-3,8`; empty if the kernel does not list
     /// them.
     pub cpus: String,
+}
+
+/// The last lines of the log.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct LogLines {
+    /// The lines, the oldest first.
+    pub lines: Vec<LogLine>,
+}
+
+/// A line of the log.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct LogLine {
+    /// Its time in seconds since 1970.
+    pub time_seconds: u64,
+    /// The line as it was written, without colours.
+    pub text: String,
 }

@@ -149,7 +149,12 @@ fn details(daemon: &mut Connection, export: Option<&str>) -> Result<Vec<ExportDe
     Ok(all)
 }
 
-fn ask<T: DeserializeOwned>(daemon: &mut Connection, method: &str, params: &Value) -> Result<T> {
+/// Calls a method of the daemon.
+pub(super) fn ask<T: DeserializeOwned>(
+    daemon: &mut Connection,
+    method: &str,
+    params: &Value,
+) -> Result<T> {
     match daemon.call(method, params)? {
         Ok(answer) => serde_json::from_value(answer)
             .with_context(|| format!("the daemon is of another version: its answer to {method}")),
