@@ -35,6 +35,7 @@ use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
+use crate::socket::inherited::InheritedSockets;
 use crate::spec::command::{Command, CommandError, NewSize, Reply, StatsReader};
 use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
@@ -54,9 +55,7 @@ pub struct Daemon {
     args: Arc<ServeArgs>,
     control: Control,
     limits: MemoryLimits,
-    /// The socket that the parent process left open, with its descriptor number, until it is
-    /// served.
-    inherited: Lock<Option<(i32, Endpoint)>>,
+    inherited: InheritedSockets,
     shared_disks: SharedDisks,
     groups: Arc<LimitGroups>,
     pool: Lock<Pool>,
@@ -98,13 +97,12 @@ struct Pool {
 pub struct Shutdown(mpsc::Receiver<Event>);
 
 impl Daemon {
-    /// Starts a daemon without exports. `inherited` is a descriptor that an export may name, with
-    /// its number.
+    /// Starts a daemon without exports, which may be given inherited sockets.
     ///
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
-    pub fn start(args: ServeArgs, inherited: Option<(i32, Endpoint)>) -> Result<(Self, Shutdown)> {
+    pub fn start(args: ServeArgs, inherited: InheritedSockets) -> Result<(Self, Shutdown)> {
         let thread_watch = Arc::new(Lock::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
@@ -119,7 +117,7 @@ impl Daemon {
             args,
             control,
             limits,
-            inherited: Lock::new(inherited),
+            inherited,
             shared_disks: SharedDisks::default(),
             groups: Arc::default(),
             pool: Lock::new(Pool { threads, exports: 0 }),
@@ -381,15 +379,18 @@ impl Daemon {
         Ok(Reply::Rules(Box::new(rules)))
     }
 
-    /// Binds the socket of an export. `None`: the inherited socket, which is taken only after every
-    /// step that can fail.
+    /// Binds the socket of an export, or uses the one that a service manager passes. `None`: the
+    /// inherited socket, which is taken only after every step that can fail.
     fn endpoint(&self, spec: &ExportSpec) -> Result<Option<Endpoint>> {
         match &spec.endpoint {
-            EndpointSpec::Path(path) => Endpoint::bind(path, "--socket-path").map(Some),
-            EndpointSpec::Fd(fd) => match &*self.inherited.lock() {
-                Some((number, _)) if number == fd => Ok(None),
-                _ => bail!("descriptor {fd} was not inherited, or an export has taken it"),
+            EndpointSpec::Path(path) => match self.inherited.listener(&spec.name(), path)? {
+                Some(passed) => Ok(Some(passed)),
+                None => Endpoint::bind(path, "--socket-path").map(Some),
             },
+            EndpointSpec::Fd(fd) if self.inherited.has(*fd) => Ok(None),
+            EndpointSpec::Fd(fd) => {
+                bail!("descriptor {fd} was not inherited, or an export has taken it")
+            }
         }
     }
 
@@ -427,7 +428,7 @@ impl Shutdown {
             daemon.control.join();
         }
         // The opener of a hanging disk keeps the daemon alive, so the socket is closed here.
-        drop(daemon.inherited.lock().take());
+        drop(daemon.inherited.take());
         let threads = daemon.pool.lock().threads.take();
         threads.iter().for_each(Threads::log_summaries);
         if outcome != Outcome::Clean {

@@ -24,6 +24,7 @@ use crate::monitoring::server::MetricsServer;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::process::service_manager;
+use crate::socket::inherited::InheritedSockets;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::socket::{Endpoint, permissions};
 use crate::spec::command::{Command, CommandError, EndCause, Reply};
@@ -65,8 +66,7 @@ pub fn run(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Exi
 /// Serves the exports of the options and files.
 fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitCode> {
     // Before this process opens a descriptor that could get the same number.
-    let inherited = args.fd.map(|fd| Endpoint::inherit(fd).map(|socket| (fd, socket)));
-    let inherited = inherited.transpose()?;
+    let inherited = InheritedSockets::take_over(args.fd)?;
     // Early, so that no signal is lost.
     let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
@@ -78,8 +78,10 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
         bail!("--control and --socket-path name one socket, {}; choose another", path.display());
     }
     // Before the state is read: a daemon that listens there usually owns the state, too.
-    let control = args.control.as_deref().map(|path| ControlSocket::bind(path, group));
-    let control = control.transpose()?;
+    let control = match (inherited.control(args.control.as_deref())?, &args.control) {
+        (None, Some(path)) => Some(ControlSocket::bind(path, group)?),
+        (passed, _) => passed,
+    };
     let mut start = Start::read(args, config)?;
     start.args.check()?;
     let metrics = start.args.metrics.clone();
@@ -121,7 +123,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let previous_state = PreviousState::read(before, options, &args)?;
     let base_settings = Settings::from_limits(args.poll_limits());
     let metrics = args.metrics.clone();
-    let (daemon, ending) = Daemon::start(args, None)?;
+    let (daemon, ending) = Daemon::start(args, InheritedSockets::default())?;
     let _watch = daemon.watch()?;
     let has_config = config.is_some();
     new_process::set(&daemon, &previous_state.options.changes)?;

@@ -1,5 +1,6 @@
 //! Sockets that front-ends connect to; their peers, and the permissions of all sockets.
 
+pub mod inherited;
 pub mod metrics_address;
 pub mod peer;
 pub(crate) mod permissions;
@@ -36,6 +37,8 @@ pub enum Endpoint {
 /// A listening socket that other processes may share. It is non-blocking while the daemon holds it.
 pub struct InheritedSocket {
     listener: UnixListener,
+    /// `None`: it has no place in the file system.
+    path: Option<PathBuf>,
     was_blocking: bool,
     /// Like that of [`OwnSocket`].
     is_lent: bool,
@@ -203,7 +206,8 @@ impl Endpoint {
         let was_blocking = !fcntl_getfl(&socket)?.contains(OFlags::NONBLOCK);
         let listener = UnixListener::from(socket);
         listener.set_nonblocking(true)?;
-        let socket = InheritedSocket { listener, was_blocking, is_lent: false };
+        let path = path_of(&listener)?;
+        let socket = InheritedSocket { listener, path, was_blocking, is_lent: false };
         Ok(Self::InheritedListener(socket))
     }
 
@@ -242,17 +246,20 @@ impl Endpoint {
             }
             EndpointState::Inherited { socket, was_blocking } => {
                 let listener = fds.take(socket)?.into();
-                Self::InheritedListener(InheritedSocket { listener, was_blocking, is_lent: true })
+                let path = path_of(&listener)?;
+                let socket = InheritedSocket { listener, path, was_blocking, is_lent: true };
+                Self::InheritedListener(socket)
             }
             EndpointState::Connection(socket) => Self::Connection(fds.take(socket)?.into()),
         })
     }
 
-    /// The path of a socket created by the daemon.
+    /// The path of a listening socket.
     pub(crate) fn path(&self) -> Option<&Path> {
         match self {
             Self::Listener(socket) => Some(&socket.path),
-            Self::InheritedListener(_) | Self::Connection(_) => None,
+            Self::InheritedListener(socket) => socket.path.as_deref(),
+            Self::Connection(_) => None,
         }
     }
 
@@ -284,6 +291,10 @@ impl Endpoint {
         }
         self.listener().map(|listener| listener.accept().map(|(socket, _)| socket))
     }
+}
+
+fn path_of(listener: &UnixListener) -> io::Result<Option<PathBuf>> {
+    Ok(listener.local_addr()?.as_pathname().map(Path::to_owned))
 }
 
 /// Listens at a socket that only its owner can connect to. The path gets the mode of the socket

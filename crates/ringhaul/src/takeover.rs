@@ -22,6 +22,7 @@ use anyhow::{Context, Result};
 
 use crate::daemon::Daemon;
 use crate::process::service_manager;
+use crate::socket::inherited;
 use crate::spec::command::{CommandError, check_is_path};
 use crate::threads::ownership::Refusal;
 
@@ -69,8 +70,11 @@ pub(crate) fn upgrade(daemon: &Daemon, binary: &Path) -> Result<u32, CommandErro
 fn start(daemon: &Daemon, binary: &Path) -> Result<Started> {
     let (options, control) = daemon.started()?;
     let mut command = Command::new(binary);
-    // It names this process.
-    command.env_remove(service_manager::WATCHDOG_PROCESS);
+    // Both are about this process alone.
+    let variables = [&inherited::VARIABLES[..], &[service_manager::WATCHDOG_PROCESS]].concat();
+    for variable in variables {
+        command.env_remove(variable);
+    }
     command.args(options.log_options()?).args(["serve", "--takeover"]).arg(control);
     let mut started = Ok(());
     let (_, child) = daemon.ownership().start(|| match command.stdin(Stdio::null()).spawn() {

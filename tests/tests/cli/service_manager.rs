@@ -1,17 +1,24 @@
-//! Notifications of a service manager.
+//! The daemon under a service manager: notifications, and sockets that the manager passes.
 
 use std::fs;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{Running, ringhaul, run};
+use ringhaul_kit::cli::{Refusals, Running, TestFolders, bench, ringhaul, ringhaul_under, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::service_manager::ServiceManager;
 use rustix::process::Signal;
+use serde_json::json;
 
-use super::test_folders;
+use super::control::Client;
+use super::{DISK_BYTES, test_folders};
 
 const READY: &str = "READY=1\n";
 const ALIVE: &str = "WATCHDOG=1\n";
+
+const SOME_IO: &str = "--rw randrw --number_ios 200 --iodepth 8 --size 4m --verify";
 
 #[test]
 fn states_are_reported() -> Result<()> {
@@ -69,5 +76,107 @@ fn a_failed_start_has_its_reason_as_status() -> Result<()> {
     run(&mut command)?.expect_code(2)?;
     let messages = manager.wait_for("STATUS=cannot open /missing")?;
     ensure!(!messages.iter().any(|message| message == READY), "{messages:?}");
+    Ok(())
+}
+
+/// `ringhaul serve` with a socket that a service manager passes under this name.
+fn serve_passed(listener: &UnixListener, name: &str) -> Result<Command> {
+    let shell = "export LISTEN_PID=$$; exec \"$@\" 3<&0 </dev/null";
+    let mut command = ringhaul_under(&["sh", "-c", shell, "sh"])?;
+    command.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", name).arg("serve");
+    command.stdin(Stdio::from(std::os::fd::OwnedFd::from(listener.try_clone()?)));
+    Ok(command)
+}
+
+fn with_export<'a>(command: &'a mut Command, folders: &TestFolders) -> Result<&'a mut Command> {
+    let disk = folders.disk("disk.img", DISK_BYTES)?;
+    command.args(["--name", "vm1", "--socket-path"]).arg(folders.socket("vm.sock"));
+    Ok(command.arg("--blk-file").arg(disk))
+}
+
+#[test]
+fn a_passed_socket_serves_an_export() -> Result<()> {
+    let binary = ringhaul_binary()?.display().to_string();
+    for name in ["vm1", "ringhaul-vm1.socket"] {
+        let folders = test_folders()?;
+        let (vm, control) = (folders.socket("vm.sock"), folders.socket("control"));
+        let listener = UnixListener::bind(&vm)?;
+        let mut command = serve_passed(&listener, name)?;
+        let daemon =
+            Running::serve(with_export(&mut command, &folders)?.arg("--control").arg(&control))?;
+        run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
+        let ctl = |words: &[&str]| {
+            run(ringhaul()?.args(["ctl", "--control"]).arg(&control).args(words))?.expect_code(0)
+        };
+        // It is there for the next export with this path, also in the process after an upgrade.
+        let again = json!({
+            "name": "vm1",
+            "endpoint": { "path": vm },
+            "device": { "blk": { "file": folders.path("disk.img") } },
+        });
+        for _ in 0..2 {
+            ctl(&["remove", "vm1"])?;
+            let added = Client::new(&control)?.call("export.add", &again)?;
+            ensure!(added["error"].is_null(), "{added}");
+            run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
+            ctl(&["upgrade", &binary])?;
+        }
+        run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
+        ctl(&["shutdown", "--wait"])?;
+        daemon.finish()?.expect_code(0)?;
+        ensure!(UnixStream::connect(&vm).is_ok(), "the manager's socket is gone");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_passed_control_socket_is_used() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let listener = UnixListener::bind(&control)?;
+    let mut command = serve_passed(&listener, "control")?;
+    let daemon =
+        Running::serve(with_export(&mut command, &folders)?.arg("--control").arg(&control))?;
+    let binary = ringhaul_binary()?.display().to_string();
+    for words in [&["upgrade", &binary][..], &["shutdown"][..]] {
+        let mut ctl = ringhaul()?;
+        run(ctl.args(["ctl", "--control"]).arg(&control).args(words))?.expect_code(0)?;
+    }
+    daemon.finish()?.expect_code(0)?;
+    ensure!(control.exists(), "the manager's socket is gone");
+    Ok(())
+}
+
+#[test]
+fn passed_sockets_that_do_not_fit_are_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let mut refusals = Refusals::default();
+    let other = UnixListener::bind(folders.socket("other.sock"))?;
+    let begin = |name: &str| -> Result<Command> {
+        let mut command = serve_passed(&other, name)?;
+        with_export(&mut command, &folders)?;
+        Ok(command)
+    };
+    refusals.check("path", begin("vm1"), &["other.sock", "'vm1'", "ListenStream="]);
+    refusals.check("control", begin("control"), &["other.sock", "add --control"]);
+    let twice = begin("a:a").map(|mut command| {
+        command.env("LISTEN_FDS", "2");
+        command
+    });
+    refusals.check("closed", twice, &["descriptor 4 ('a')", "Accept=no"]);
+    refusals.finish()?;
+
+    // It belongs to another export, which may be added later.
+    let mut daemon = Running::serve(&mut begin("vm2")?)?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(log.contains("WARN the service manager passes the socket"), "{log}");
+    // The variables are for another process.
+    let mut command = ringhaul()?;
+    command.arg("serve").env("LISTEN_PID", "1").env("LISTEN_FDS", "1");
+    let mut daemon = Running::serve(with_export(&mut command, &folders)?)?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(!log.contains("service manager"), "{log}");
     Ok(())
 }

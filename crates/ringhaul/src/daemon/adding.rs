@@ -98,6 +98,7 @@ impl Daemon {
         specs: Vec<ExportSpec>,
         restoring: Option<Restoring>,
     ) -> Result<OpeningThread> {
+        self.warn_of_unused_sockets(&specs);
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
@@ -115,6 +116,14 @@ impl Daemon {
         let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
         thread.context("cannot start the thread that opens the disks")?;
         Ok(OpeningThread(opening))
+    }
+
+    fn warn_of_unused_sockets(&self, specs: &[ExportSpec]) {
+        let with_path = specs.iter().filter_map(|spec| match &spec.endpoint {
+            EndpointSpec::Path(path) => Some((spec.name(), path.as_path())),
+            EndpointSpec::Fd(_) => None,
+        });
+        self.inherited.warn_of_unused(&with_path.collect::<Vec<_>>());
     }
 
     /// Calls [`begin_start`](Self::begin_start) for exports that are not restored.
@@ -196,13 +205,15 @@ impl Daemon {
     ) -> Result<Vec<OpeningExport>, CommandError> {
         let patience = Endpoint::patience();
         let checked = opening.into_iter().map(|export| match &export.spec().endpoint {
-            EndpointSpec::Path(path) => {
+            EndpointSpec::Path(path)
+                if !self.inherited.has_listener(&export.spec().name(), path) =>
+            {
                 match Endpoint::check_free(path, "--socket-path", patience) {
                     Ok(()) => Ok(export),
                     Err(error) => Err(export.fail(error.into())),
                 }
             }
-            EndpointSpec::Fd(_) => Ok(export),
+            EndpointSpec::Path(_) | EndpointSpec::Fd(_) => Ok(export),
         });
         self.without_failed(checked, on_failure)
     }
@@ -248,7 +259,7 @@ impl Daemon {
         }
         self.begin_to_serve()?;
         for setup in setups.iter_mut().filter(|setup| setup.endpoint.is_none()) {
-            setup.endpoint = self.inherited.lock().take().map(|(_, socket)| socket);
+            setup.endpoint = self.inherited.take();
             // The name is taken, so no other export can have taken the descriptor.
             let endpoint = setup.endpoint.as_ref();
             endpoint.context("the inherited descriptor serves another export")?;

@@ -132,15 +132,16 @@ impl Daemon {
         specs: Vec<(ExportSpec, Instant)>,
         fds: &mut PassedFds,
     ) -> Result<Vec<HandedOpening>> {
-        let inherited = self.inherited.lock();
         let hand_over = |(mut spec, asked): (ExportSpec, Instant)| {
             spec.fill_newer_limits(&self.groups, asked);
-            let endpoint = match (&spec.endpoint, &*inherited) {
-                (EndpointSpec::Fd(fd), Some((number, socket))) if number == fd => Some(socket),
-                _ => None,
+            let endpoint = match &spec.endpoint {
+                EndpointSpec::Fd(fd) => self.inherited.hand_over(*fd, fds),
+                EndpointSpec::Path(path) => {
+                    let passed = self.inherited.listener(&spec.name(), path)?;
+                    passed.map(|socket| socket.hand_over(fds)).transpose()
+                }
             };
-            let endpoint = endpoint.map(|socket| socket.hand_over(fds)).transpose();
-            let endpoint = endpoint.context("cannot hand over the inherited socket")?;
+            let endpoint = endpoint.context("cannot hand over an inherited socket")?;
             Ok(HandedOpening { spec, endpoint })
         };
         specs.into_iter().map(hand_over).collect()
@@ -192,7 +193,11 @@ impl Daemon {
         for HandedExport { spec, disks: handed, endpoint } in exports {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds));
-            endpoints.push(endpoint.transpose().context("cannot take over a socket")?);
+            let endpoint = endpoint.transpose().context("cannot take over a socket")?;
+            if let (EndpointSpec::Path(_), Some(endpoint)) = (&spec.endpoint, &endpoint) {
+                self.inherited.remember(&spec.name(), endpoint)?;
+            }
+            endpoints.push(endpoint);
             let span = export_span(&spec.name());
             for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
             {
@@ -234,8 +239,12 @@ impl Daemon {
             spec.settings.check(self.args.iothreads)?;
             let endpoint = endpoint.map(|endpoint| Endpoint::take_over(endpoint, fds)).transpose();
             let endpoint = endpoint.context("cannot take over a socket")?;
-            if let (EndpointSpec::Fd(fd), Some(endpoint)) = (&spec.endpoint, endpoint) {
-                *self.inherited.lock() = Some((*fd, endpoint));
+            match (&spec.endpoint, endpoint) {
+                (EndpointSpec::Fd(fd), Some(endpoint)) => self.inherited.put(*fd, endpoint),
+                (EndpointSpec::Path(_), Some(endpoint)) => {
+                    self.inherited.remember(&spec.name(), &endpoint)?;
+                }
+                (_, None) => {}
             }
             specs.push(spec);
         }
@@ -265,7 +274,7 @@ impl Daemon {
 
     /// Resumes the exports that were taken over. Returns when all their queues run.
     pub(crate) fn resume(&self) {
-        self.inherited.lock().iter_mut().for_each(|(_, socket)| socket.keep());
+        self.inherited.keep();
         self.control.resume();
     }
 }
@@ -287,7 +296,7 @@ impl PausedQueues<'_> {
         let Daemon { ownership, events, control, .. } = self.daemon;
         // The new process has to restore the inherited socket, so this one must not. The end of
         // this process closes the descriptor.
-        std::mem::forget(self.daemon.inherited.lock().take());
+        std::mem::forget(self.daemon.inherited.take());
         let (leaving, left) = mpsc::channel();
         // Comes before the control thread reports that nothing is left, and before the disks:
         // requests to this process in the meantime must reach the new one in time.
@@ -370,6 +379,7 @@ mod tests {
     use super::super::adding::tests::export;
     use super::*;
     use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
     use crate::spec::qos::{LimitSpec, QosChange, QosSpec};
 
     /// The new process opens its disk with them, and does not know of the change.
@@ -377,7 +387,7 @@ mod tests {
     fn an_export_that_is_being_opened_has_the_limits_that_its_group_got_since() {
         let serve = ServeArgs::augment_args(clap::Command::new("serve"));
         let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
-        let (daemon, _ending) = Daemon::start(args, None).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
         let limits = |iops_total| LimitSpec {
             group: Some("a".to_owned()),
             iops_total: Some(iops_total),

@@ -424,6 +424,7 @@ mod tests {
     use crate::daemon::saved_state::SavedState;
     use crate::daemon::saved_state::file::StateFile;
     use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::NewSize;
     use crate::spec::settings::Settings;
     use crate::spec::{DiskSpec, UnitPlace};
@@ -589,7 +590,8 @@ mod tests {
             let file = ConfigFile::new(&path, program, arguments.to_vec(), 2);
             std::fs::write(&path, in_folder(before, &folder)).unwrap();
             let config = file.read().unwrap();
-            let (daemon, ending) = Daemon::start(config.args.clone(), None).unwrap();
+            let (daemon, ending) =
+                Daemon::start(config.args.clone(), InheritedSockets::default()).unwrap();
             let daemon = Arc::new(daemon);
             daemon.handle(Command::Add(serves(&config))).unwrap();
             let weak = Arc::downgrade(&daemon);

@@ -264,6 +264,7 @@ mod tests {
 
     use super::*;
     use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::Reply;
     use crate::threads::ownership::Ownership;
 
@@ -337,7 +338,7 @@ mod tests {
         for late in [before.clone(), set(Some(9), None), set(Some(7), Some(3))] {
             let serve = ServeArgs::augment_args(clap::Command::new("serve"));
             let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
-            let (daemon, _ending) = Daemon::start(args, None).unwrap();
+            let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
             super::set(&daemon, &before).unwrap();
             let (ours, theirs) = UnixStream::pair().unwrap();
             ours.set_read_timeout(Some(ANSWER_MAX)).unwrap();

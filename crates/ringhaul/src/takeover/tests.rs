@@ -22,6 +22,7 @@ use crate::daemon::saved_state::SavedState;
 use crate::daemon::saved_state::file::StateFile;
 use crate::daemon::{Daemon, Shutdown};
 use crate::options::ServeArgs;
+use crate::socket::inherited::InheritedSockets;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -37,7 +38,8 @@ fn daemon() -> (Arc<Daemon>, Shutdown) {
     let serve = ServeArgs::augment_args(clap::Command::new("serve"));
     let args = serve.get_matches_from(["serve", "--engine", "threads"]);
     let (daemon, ending) =
-        Daemon::start(ServeArgs::from_arg_matches(&args).unwrap(), None).unwrap();
+        Daemon::start(ServeArgs::from_arg_matches(&args).unwrap(), InheritedSockets::default())
+            .unwrap();
     (Arc::new(daemon), ending)
 }
 

@@ -141,7 +141,7 @@ fn exports_are_added_all_or_none() -> Result<()> {
 #[test]
 fn an_inherited_descriptor_is_kept_until_it_is_served() -> Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
-    let mut scene = Scene::with(&[], Some((7, Endpoint::Connection(ours))))?;
+    let mut scene = Scene::with(&[], (7, Endpoint::Connection(ours)).into())?;
     let on = |fd| -> Result<ExportSpec> {
         Ok(ExportSpec { endpoint: EndpointSpec::Fd(fd), ..scene.export("disk", SECTORS)? })
     };

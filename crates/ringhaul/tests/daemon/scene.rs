@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use ringhaul::daemon::Daemon;
 use ringhaul::options::ServeArgs;
-use ringhaul::socket::Endpoint;
+use ringhaul::socket::inherited::InheritedSockets;
 use ringhaul::spec::command::{Command, EndCause, ExportStatus, Reply};
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
 use ringhaul::threads::shutdown::Outcome;
@@ -35,11 +35,11 @@ pub(crate) struct Scene {
 
 impl Scene {
     pub(crate) fn new(options: &[&str]) -> Result<Self> {
-        Self::with(options, None)
+        Self::with(options, InheritedSockets::default())
     }
 
-    /// Starts a daemon with an inherited descriptor of this number.
-    pub(crate) fn with(options: &[&str], inherited: Option<(i32, Endpoint)>) -> Result<Self> {
+    /// Starts a daemon with inherited sockets.
+    pub(crate) fn with(options: &[&str], inherited: InheritedSockets) -> Result<Self> {
         let args = Program::try_parse_from([&["serve"], options].concat())?.args;
         let (daemon, ending) = Daemon::start(args, inherited)?;
         let daemon = Arc::new(daemon);

@@ -14,6 +14,7 @@ use crate::control::Control;
 use crate::control::subscribers::Subscription;
 use crate::daemon::Shutdown;
 use crate::options::ServeArgs;
+use crate::socket::inherited::InheritedSockets;
 use crate::spec::command::{Command, EndCause, ExportState, NewSize, Removal};
 use crate::threads::shutdown::Outcome;
 
@@ -57,7 +58,7 @@ impl Scene {
         let serve = ServeArgs::augment_args(clap::Command::new("serve"));
         let args = serve.get_matches_from(["serve"]);
         let args = ServeArgs::from_arg_matches(&args).unwrap();
-        let (daemon, ending) = Daemon::start(args, None).unwrap();
+        let (daemon, ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
         let (_subscription, queued) = daemon.subscribers().subscribe();
         let events = queued.events;
         let folder = tempfile::tempdir().unwrap();
