@@ -572,6 +572,65 @@ mod tests {
         assert!(script.received.ends_with(&option(2, &[])));
     }
 
+    /// A server may describe contexts that it was not asked for.
+    #[test]
+    fn only_the_context_with_the_right_name_is_used() {
+        let context = |number: u8, name: &str| {
+            reply(10, [0, 0, 0, 4], &[&[0, 0, 0, number][..], name.as_bytes()].concat())
+        };
+        let (right, other) = (context(9, "base:allocation"), context(7, "qemu:allocation-depth"));
+        let longer = context(6, "base:allocation-depth");
+        let cut = reply(10, [0, 0, 0, 4], &[0, 0, 9]);
+        for (replies, expected) in [
+            (&[][..], None),
+            (&[&right], Some(9)),
+            (&[&other], None),
+            (&[&longer], None),
+            (&[&cut], None),
+            (&[&other, &right], Some(9)),
+            (&[&right, &other, &longer], Some(9)),
+        ] {
+            let replies: Vec<u8> = replies.iter().copied().flatten().copied().collect();
+            let mut script = Script::new(&[&replies, &reply(10, ACK, &[])]);
+            assert_eq!(settle_context(&mut script, "disk"), Ok(expected), "{replies:x?}");
+        }
+        let mut script = Script::new(&[&right, &reply(10, UNSUPPORTED, &[])]);
+        assert_eq!(settle_context(&mut script, "disk"), Ok(None), "the server takes it back");
+    }
+
+    /// Requests have whole blocks, and data of at most 32 MiB.
+    #[test]
+    fn sizes_of_requests_fit_the_blocks_of_the_export() {
+        let facts = |flags, blocks| {
+            let info =
+                ExportInfo { export: Some((1 << 20, flags)), blocks, framing: Framing::Simple };
+            let facts = info.facts(None)?;
+            Ok((facts.block_bytes_min, facts.block_bytes_preferred, facts.payload_bytes_max))
+        };
+        for (blocks, expected) in [
+            (None, (1, 4096, 32 << 20)),
+            (Some([1, 4096, u32::MAX]), (1, 4096, 32 << 20)),
+            (Some([1, 1, 5000]), (1, 1, 5000)),
+            (Some([512, 4096, 5000]), (512, 4096, 4608)),
+            (Some([512, 4096, 4096]), (512, 4096, 4096)),
+            (Some([4096, 512, 1 << 20]), (4096, 4096, 1 << 20)),
+            (Some([65_536, 65_536, 100_000]), (65_536, 65_536, 65_536)),
+        ] {
+            assert_eq!(facts(can::HAS_FLAGS, blocks), Ok(expected), "{blocks:?}");
+        }
+        for (flags, blocks, expected) in [
+            (can::FLUSH, None, "capabilities"),
+            (1, Some([0, 4096, 1 << 20]), "invalid block sizes"),
+            (1, Some([131_072, 131_072, 1 << 20]), "invalid block sizes"),
+            (1, Some([512, 4095, 1 << 20]), "invalid block sizes"),
+            (1, Some([65_536, 65_536, 65_535]), "invalid block sizes"),
+            (1, Some([512, 4096, 4095]), "at most 4095 bytes"),
+        ] {
+            let error: Result<_, String> = facts(flags, blocks);
+            assert!(error.as_ref().is_err_and(|why| why.contains(expected)), "{error:?}");
+        }
+    }
+
     #[test]
     fn an_error_names_the_fault_of_the_server() {
         let simple = [reply(11, UNSUPPORTED, &[]), reply(8, UNSUPPORTED, &[])].concat();

@@ -301,6 +301,26 @@ mod tests {
         parts.concat()
     }
 
+    /// A late request holds back later writes to the range that it may still change.
+    #[test]
+    fn requests_that_change_the_disk_have_a_range() {
+        for (command, is_change) in [
+            (Command::Read, false),
+            (Command::Write, true),
+            (Command::Disconnect, false),
+            (Command::Flush, false),
+            (Command::Trim, true),
+            (Command::WriteZeroes, true),
+            (Command::BlockStatus, false),
+        ] {
+            let request = Request { command, flags: 0, offset: 4096, len: 512 };
+            assert_eq!(request.changed_range(), is_change.then_some(4096..4608), "{command:?}");
+            assert_eq!(request.end(), 4608);
+            let last = Request { offset: u64::MAX - 1, ..request };
+            assert_eq!(last.changed_range().is_some(), is_change, "it ends with the numbers");
+        }
+    }
+
     #[test]
     fn requests_are_encoded_by_the_protocol() {
         let request =

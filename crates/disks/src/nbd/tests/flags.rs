@@ -4,9 +4,10 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::super::handshake::can;
+use super::super::options::NbdOptions;
 use super::super::wire::{FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE};
 use super::scripted::{FLUSH, Server, TRIM, WRITE, ZEROES};
-use super::{FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
+use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
 
 /// A request to the disk.
 #[derive(Debug, Clone, Copy)]
@@ -132,5 +133,40 @@ fn parts_behind_a_failed_part_count_as_failed() {
         server.answer_held();
         let expected = (left > 0).then_some(libc::EIO);
         assert_eq!((write.end(&thread), rest.get()), (expected, left), "{held} held");
+    }
+}
+
+/// A change that has failed at its deadline may still be carried out.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_overdue_change_of_each_kind_holds_back_writes_to_its_range() {
+    for command in [WRITE, ZEROES, TRIM] {
+        let server = Server::start(MIB, FLAGS | can::WRITE_ZEROES | can::TRIM);
+        let options = NbdOptions { deadline: Some(DEADLINE), connections: 2, ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        server.change(|state| state.holds = (command, 1));
+        let of_disk = Rc::clone(&disk);
+        let overdue = Running::start(thread.io(), async move {
+            let errno = |error: &std::io::Error| error.raw_os_error();
+            match command {
+                ZEROES => of_disk.write_zeroes(0, 4096, false).await.map_err(|error| errno(&error)),
+                TRIM => of_disk.discard(0, 4096).await.map_err(|error| errno(&error)),
+                _ => {
+                    let written = of_disk.write(0, filled(1, 4096), false).await;
+                    written.map_err(|unfinished| errno(unfinished.error()))
+                }
+            }
+        });
+        assert_eq!(overdue.end(&thread), Some(libc::ETIMEDOUT), "{command}");
+        assert!(source.hand_over().may_still_change(), "{command}");
+        let newer = Running::write(&thread, &disk, 0, 2);
+        let beside = Running::write(&thread, &disk, 4096, 3);
+        assert_eq!(beside.end(&thread), None, "other places can be written to");
+        assert!(newer.0.get().is_none(), "{command} may land after it");
+        server.answer_held();
+        assert_eq!(newer.end(&thread), None);
+        assert_eq!(server.state().content[0], 2, "{command} came last");
+        assert!(!source.hand_over().may_still_change(), "{command}");
     }
 }
