@@ -19,6 +19,7 @@ mod bad_blocks;
 mod blk_guests;
 mod blocks;
 mod config;
+mod conflicts;
 mod events;
 mod faults;
 mod fields;

@@ -80,3 +80,30 @@ fn no_event_is_lost_in_a_buffer_that_does_not_take_it() {
     queue.scene.memory.read(DATA, &mut event).unwrap();
     assert_eq!(event, [0; EVENT_BYTES as usize]);
 }
+
+/// Linux looks for a new target at LUN 0 alone.
+#[test]
+fn units_that_come_and_go_are_announced_by_their_addresses() {
+    const RESCAN: u8 = 1;
+    const REMOVED: u8 = 2;
+    let initiator = Initiator::new();
+    let mut queue = EventQueue::start(&initiator.device);
+    let scsi = Initiator::scsi(&initiator.device);
+    let expect = |queue: &mut EventQueue, (target, lun): (u8, u8), reason: u8| {
+        let expected = [1, 0, 0, 0, 1, target, 0, lun, 0, 0, 0, 0, reason, 0, 0, 0];
+        assert_eq!(queue.take(), expected, "unit {target}:{lun}");
+    };
+    for (number, (target, lun, is_first)) in
+        (1..).zip([(0, 9, false), (1, 5, true), (1, 6, false), (200, 255, true), (0, 2, false)])
+    {
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let unit = UnitOptions { naa: [0x31, 0, 0, 0, 0, 0, 0, number], ..options() };
+        scsi.add_unit(UnitAddress { target, lun: lun.into() }, source, unit).unwrap();
+        expect(&mut queue, (target, if is_first { 0 } else { lun }), RESCAN);
+    }
+    for (target, lun) in [(1, 5), (1, 6), (200, 255), (0, 9)] {
+        let address = UnitAddress { target, lun: lun.into() };
+        assert!(scsi.remove_unit(address).is_some());
+        expect(&mut queue, (target, lun), REMOVED);
+    }
+}

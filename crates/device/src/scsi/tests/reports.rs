@@ -97,6 +97,51 @@ fn commands_report_the_units() {
     assert_eq!(initiator.sense(&[0x12, 0, 0x80, 0, 255, 0], &[], 255), [5, 0x24, 0]);
 }
 
+/// A command with a service action is found by both numbers, and another one by zero at most.
+#[test]
+fn a_report_of_one_command_is_about_no_other() {
+    const IN_OPTIONS: Option<bool> = None;
+    let mut unit = Initiator::new();
+    for (options, opcode, action, expected) in [
+        (1, 0x28, 0_u16, Some(true)),
+        (1, 0xff, 0, Some(false)),
+        (1, 0x9e, 0x10, IN_OPTIONS),
+        (2, 0x28, 0, IN_OPTIONS),
+        (2, 0x9e, 0x10, Some(true)),
+        (2, 0x9e, 0x11, Some(false)),
+        (2, 0x9e, 0x110, Some(false)),
+        (2, 0xff, 0, Some(false)),
+        (3, 0x28, 0, Some(true)),
+        (3, 0x28, 1, Some(false)),
+        (3, 0x28, 0x100, Some(false)),
+        (3, 0x9e, 0x10, Some(true)),
+        (3, 0x9e, 0x11, Some(false)),
+        (3, 0x9e, 0x110, Some(false)),
+        (3, 0xff, 0, Some(false)),
+        (4, 0x28, 0, IN_OPTIONS),
+        (7, 0x28, 0, IN_OPTIONS),
+    ] {
+        let name = format!("{options} {opcode:x} {action:x}");
+        let [high, low] = action.to_be_bytes();
+        for timeouts in [0, 0x80] {
+            let cdb = [0xa3, 0x0c, options | timeouts, opcode, high, low, 0, 0, 1, 0, 0, 0];
+            let answer = unit.run(&cdb, &[], 256);
+            let Some(is_supported) = expected else {
+                let sense = (answer.sense, answer.specific);
+                assert_eq!(sense, ([5, 0x24, 0], [0xc8 | 2, 0, 2]), "{name}");
+                continue;
+            };
+            let (support, bytes) = match (is_supported, timeouts) {
+                (false, _) => (1, 0),
+                (true, 0) => (3, answer.data[3]),
+                (true, _) => (0x83, answer.data[3] + 12),
+            };
+            assert_eq!((answer.status, answer.data[1]), (0, support), "{name}");
+            assert_eq!(answer.data.len(), 4 + usize::from(bytes), "{name}");
+        }
+    }
+}
+
 #[test]
 fn a_thick_unit_neither_has_nor_names_unmapping_commands() {
     let one = |opcode: u8| [0xa3, 0x0c, 1, opcode, 0, 0, 0, 0, 1, 0, 0, 0];
