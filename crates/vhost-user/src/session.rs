@@ -491,17 +491,20 @@ impl AsFd for Session {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{IoSlice, Read, Write};
+    use std::mem::MaybeUninit;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::task::{Wake, Waker};
 
     use blockio::{DiskOptions, DiskSource};
     use device::blk::config::BlkOptions;
     use device::{Device, LogEvents};
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     use virtqueue::MappingRules;
 
     use super::super::examiner::RelaySlot;
-    use super::super::message::Request;
+    use super::super::message::{Region, Request, protocol_feature};
     use super::super::outcome::Purpose;
     use super::super::peer_fds::PeerFd;
     use super::*;
@@ -592,6 +595,46 @@ mod tests {
                 let after = format!("{:?}", session.progress(end));
                 assert!(after.contains("cannot be closed"), "{after}");
             }
+        }
+    }
+
+    fn message(request: &Request, needs_reply: bool) -> Vec<u8> {
+        let (code, body) = request.encode();
+        let header = Header::new(code, body.len());
+        let header = if needs_reply { header.with_need_reply() } else { header };
+        [&header.encode()[..], &body].concat()
+    }
+
+    /// A later message has its own descriptors, or none.
+    #[test]
+    fn lost_descriptors_refuse_only_their_own_message() {
+        let now = Instant::now();
+        let (mut session, mut front_end) = session(now);
+        session.connection.protocol_features = protocol_feature::REPLY_ACK;
+        let examiner = Arc::clone(&session.connection.setup.examiner);
+        examiner.set_open_max(1);
+        let region =
+            |place| Region { guest_addr: place, size: 4096, user_addr: place, file_offset: 0 };
+        let table = message(&Request::SetMemTable(vec![region(0), region(4096)]), true);
+        // It is closed at once.
+        let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        for _ in 0..2 {
+            let fds = [fd.as_fd(), fd.as_fd()];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+            let flags = SendFlags::empty();
+            let sent = sendmsg(&front_end, &[IoSlice::new(&table)], &mut control, flags).unwrap();
+            assert_eq!(sent, table.len());
+            let refused = format!("{:?}", session.progress(now));
+            assert!(refused.contains("Refused") && refused.contains("are lost"), "{refused}");
+            front_end.write_all(&message(&Request::SetOwner, true)).unwrap();
+            assert_eq!(session.progress(now), SessionProgress::Handled);
+            assert_eq!(examiner.open(), 0);
+            let mut answers = [0; 2 * 20];
+            front_end.read_exact(&mut answers).unwrap();
+            let results = [answers[12], answers[32]];
+            assert_eq!(results, [1, 0], "NACK, then ACK");
         }
     }
 

@@ -243,3 +243,37 @@ fn an_end_waits_for_no_request_that_a_pause_waits_for() {
     assert_eq!(kinds(&scene), [Some(StopKind::DriverGone); 2]);
     scene.end();
 }
+
+/// Each IoThread has its part of the queues.
+#[test]
+fn queues_run_on_all_iothreads() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+    let second = IoThread::new(&config).unwrap();
+    scene.connection.setup.threads.push(second.remote());
+    set_up_ring(&mut scene, F_PROTOCOL_FEATURES | 1 << 32);
+    let before = [scene.io.io().tasks(), second.io().tasks()];
+    let enable = Request::SetVringEnable { index: 1, value: 1 };
+    let Outcome::Later(Work::Start(start)) = begin(&mut scene, &enable, vec![]) else {
+        panic!("the ring does not start");
+    };
+    let turn = |scene: &mut Scene| {
+        scene.io.turn(Wait::Never).unwrap();
+        second.turn(Wait::Never).unwrap();
+    };
+    let result = loop {
+        match scene.connection.settle() {
+            Poll::Ready(result) => break result,
+            Poll::Pending => turn(&mut scene),
+        }
+    };
+    assert!(matches!(scene.connection.started(start, result), Outcome::Done));
+    assert!(scene.connection.rings[1].is_running());
+    let after = [scene.io.io().tasks(), second.io().tasks()];
+    assert_eq!((after[0], after[1] > before[1]), (before[0], true), "{before:?} {after:?}");
+    while !scene.connection.stop_for_good(false) {
+        turn(&mut scene);
+    }
+    scene.end();
+    assert_eq!(second.io().tasks(), 0);
+}
