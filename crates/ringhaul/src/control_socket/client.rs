@@ -117,3 +117,63 @@ impl Events {
         self.queue.is_full().then(|| format!("more than {QUEUED_MAX} events wait for it"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use serde_json::Value;
+
+    use super::*;
+    use crate::control::subscribers::{EventDetails, Subscribers};
+    use crate::spec::UnitPlace;
+
+    /// An event of each kind.
+    fn all() -> Vec<EventDetails> {
+        let unit = UnitPlace { target: 0, lun: 1 };
+        vec![
+            EventDetails::Added,
+            EventDetails::Removed,
+            EventDetails::Attached { peer: None },
+            EventDetails::Gone { reason: None },
+            EventDetails::Error { message: "why".to_owned(), left_out: 0 },
+            EventDetails::Resized { unit: None, size_bytes: 512 },
+            EventDetails::LunAdded { unit },
+            EventDetails::LunRemoved { unit },
+        ]
+    }
+
+    #[test]
+    fn a_subscriber_gets_events_of_its_kinds_alone() {
+        let name = |kind| serde_json::to_value(kind).unwrap();
+        let each: Vec<EventKind> = all().iter().map(EventDetails::kind).collect();
+        let mut wanted: Vec<Option<Vec<EventKind>>> = vec![None, Some(Vec::new())];
+        wanted.extend(each.iter().map(|kind| Some(vec![*kind])));
+        wanted.push(Some(vec![each[4], each[1]]));
+        for kinds in wanted {
+            let expected: Vec<Value> = each
+                .iter()
+                .filter(|kind| kinds.as_ref().is_none_or(|kinds| kinds.contains(kind)))
+                .map(name)
+                .collect();
+            let subscribers = Subscribers::default();
+            let (subscription, queue) = subscribers.subscribe();
+            for details in all() {
+                subscribers.report(ExportEvent { export: "vm".to_owned(), details });
+            }
+            drop(subscription);
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let connection = Connection::new(ours, LIMITS).unwrap();
+            assert_eq!(Events { queue, kinds: kinds.clone() }.send_all(&connection), None);
+            drop(connection);
+            let mut lines = String::new();
+            theirs.read_to_string(&mut lines).unwrap();
+            let seen: Vec<Value> = lines
+                .lines()
+                .map(|line| serde_json::from_str::<Value>(line).unwrap()["params"]["event"].take())
+                .collect();
+            assert_eq!(seen, expected, "{kinds:?}");
+        }
+    }
+}

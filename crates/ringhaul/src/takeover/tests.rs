@@ -1,5 +1,6 @@
 //! Takeovers between two daemons of this process: everything is handed over, or nothing changes.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
@@ -32,6 +33,9 @@ use crate::threads::ownership::Refusal;
 
 /// A command that waits for the end of a hand-over in vain takes longer.
 const LIMIT: Duration = Duration::from_secs(25);
+
+/// A debt of a limit that outlasts a takeover.
+const DEBT_NS: u64 = 600_000_000_000;
 
 /// Starts a daemon without exports.
 fn daemon() -> (Arc<Daemon>, Shutdown) {
@@ -117,7 +121,13 @@ impl Old {
         };
         let units = [unit(0, "zero", json!({})), unit(5, "five", json!({ "read-only": true }))];
         let scsi = json!({ "endpoint": { "path": at("scsi") }, "device": { "scsi": units } });
-        let specs = [vm, scsi].map(|spec| serde_json::from_value::<ExportSpec>(spec).unwrap());
+        let idle = json!({
+            "name": "idle", "endpoint": { "path": at("idle") },
+            "limits": { "group": "idle", "iops-total": 10 },
+            "device": { "blk": { "null": { "size-bytes": 512 } } },
+        });
+        let specs = [vm, scsi, idle];
+        let specs = specs.map(|spec| serde_json::from_value::<ExportSpec>(spec).unwrap());
         daemon.handle(Command::Add(specs.to_vec())).unwrap();
         drop(Frontend::attach(&at("vm"), &Setup::default()).unwrap());
         let mut frontend = Frontend::attach(&at("vm"), &Setup::default()).unwrap();
@@ -195,6 +205,12 @@ fn every_visible_part_of_an_export_is_taken_over() {
     wait_until(is_idle);
     let (exports, set) = (details(&old.daemon), settings(&old.daemon));
     assert!(exports[0].front_end.is_some() && exports[0].status.sessions == 2, "{exports:?}");
+    let debts = BTreeMap::from([("idle".to_owned(), vec![DEBT_NS])]);
+    old.daemon.add_group_debts(&debts);
+    old.daemon.set_start_time(1000);
+    let of_file = vec![exports[1].status.spec.clone()];
+    let list = of_file.clone();
+    old.daemon.set_config_exports(move || list.clone());
     let listener = UnixListener::bind(old.path("control")).unwrap();
     let (new, _ending) = daemon();
     let resumed = std::thread::scope(|scope| {
@@ -209,9 +225,13 @@ fn every_visible_part_of_an_export_is_taken_over() {
         };
         let (taken, ()) = predecessor.take(&new, before_the_end).unwrap();
         assert_eq!(handing_over.join().unwrap(), None);
+        assert_eq!((&taken.of_file, &taken.opening), (&Some(of_file), &vec![]));
         taken.resume(&new)
     });
     assert_eq!((details(&new), settings(&new)), (exports, set));
+    let debt = new.group_debts()["idle"][0];
+    assert!(debt > 0 && debt <= DEBT_NS, "{debt} ns");
+    assert_eq!(new.start_time(), 1000);
     assert!(old.frontend.read(0, 8, 4096).unwrap() == [1; 4096]);
     // The old process no longer writes the state file, and refuses commands.
     assert!(old.daemon.handle(Command::Set(SettingsChange::default())).is_err());
@@ -272,6 +292,37 @@ fn a_takeover_that_fails_at_any_step_changes_nothing() {
         let added = serde_json::from_value(added).unwrap();
         old.daemon.handle(Command::Add(vec![added])).unwrap();
         assert!(start.elapsed() < LIMIT, "{name}: commands waited for the hand-over");
+    }
+}
+
+/// The new process opens the image by itself, as another one that starts.
+#[test]
+#[cfg(feature = "qcow2")]
+fn an_image_is_left_as_closed_for_the_new_process() {
+    let old = Old::new();
+    let (image, socket) = (old.path("image"), old.path("image-socket"));
+    let mut create = std::process::Command::new("qemu-img");
+    if create.args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("8M").status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    let disk = format!("qcow2:{}", image.display());
+    let export = json!({ "endpoint": { "path": socket }, "device": { "blk": disk } });
+    let export = serde_json::from_value(export).unwrap();
+    old.daemon.handle(Command::Add(vec![export])).unwrap();
+    let mut front_end = Frontend::attach(&socket, &Setup::default()).unwrap();
+    let is_marked = || std::fs::read(&image).unwrap()[79] & 1 != 0;
+    for number in 1..3 {
+        // Each write needs another cluster.
+        front_end.write(0, 1024 * number, &[1; 4096]).unwrap();
+        assert!(is_marked(), "it is in use");
+        let error = old.take(|taker, _| {
+            assert!(taker.begin()["result"].is_object());
+            assert!(is_marked(), "requests go on");
+            assert!(taker.pause()["result"].is_object());
+            assert!(!is_marked(), "it is not as closed");
+        });
+        assert!(error.is_some());
     }
 }
 
