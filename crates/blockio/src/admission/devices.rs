@@ -88,3 +88,30 @@ impl Devices {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk that has gone takes no turn.
+    #[test]
+    fn the_next_disk_of_a_device_gives_its_turn_back_when_it_goes() {
+        let device = Device::with(64, 4096);
+        let mut devices = Devices::default();
+        let places = [0, 1].map(|_| devices.attach(&device));
+        assert_eq!(places, [0; 2]);
+        let used = devices.get_mut(0).unwrap();
+        used.set_next(1);
+        used.set_next(0);
+        assert_eq!([0, 1].map(|lane| used.has_room(lane, 1)), [false, true]);
+        devices.detach(0, 1);
+        let used = devices.get_mut(0).unwrap();
+        assert!(used.has_room(0, 1), "it waits for a disk that has gone");
+        used.set_next(0);
+        used.clear_next(1);
+        assert_eq!([0, 1].map(|lane| used.has_room(lane, 1)), [true, false]);
+        devices.detach(0, 0);
+        assert!(devices.get(0).is_none());
+        assert_eq!(devices.attach(&Device::with(64, 4096)), 0, "the place is free");
+    }
+}

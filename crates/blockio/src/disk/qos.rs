@@ -288,3 +288,83 @@ pub(crate) fn join(shared: &Arc<Shared>, group: Option<&LimitGroup>) {
         rules.shared = locked.as_ref().and_then(|group| group.buckets.clone());
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: u64 = 1 << 20;
+
+    fn limits(per_second: u64) -> Limits {
+        let requests = limits::Rates {
+            total: Some(limits::Rate { per_second, burst: None }),
+            ..limits::Rates::default()
+        };
+        Limits { requests, ..Limits::default() }
+    }
+
+    /// Returns true if requests pass limits: those of the disk, and those of its group.
+    fn passes(disk: &Shared) -> [bool; 2] {
+        let (_, rules) = disk.rules();
+        let passes = [rules.own.is_some(), rules.shared.is_some()];
+        let is_direct = passes == [false; 2];
+        assert_eq!(disk.direct_bytes(), if is_direct { BYTES } else { 0 }, "{passes:?}");
+        passes
+    }
+
+    /// A disk that has left its group hears of no later change of its limits.
+    #[test]
+    fn a_group_limits_its_members_alone() {
+        let [one, other] = [(); 2].map(|()| LimitGroup::default());
+        let [disk, stays] = [(); 2].map(|()| Arc::new(Shared::new(BYTES)));
+        one.set_limits(limits(10)).unwrap();
+        [&disk, &stays].iter().for_each(|disk| join(disk, Some(&one)));
+        assert_eq!([passes(&disk), passes(&stays)], [[false, true]; 2]);
+        for group in [None, Some(&other)] {
+            join(&disk, group);
+            assert_eq!(passes(&disk), [false; 2], "it has left");
+            for per_second in [20, 30] {
+                one.set_limits(limits(per_second)).unwrap();
+                assert_eq!([passes(&disk), passes(&stays)], [[false; 2], [false, true]]);
+            }
+            join(&disk, Some(&one));
+            assert_eq!(passes(&disk), [false, true], "it is back");
+        }
+        disk.set_limits(limits(5));
+        join(&disk, Some(&other));
+        assert_eq!(passes(&disk), [true, false]);
+        other.set_limits(limits(7)).unwrap();
+        one.set_limits(Limits::default()).unwrap();
+        assert_eq!([passes(&disk), passes(&stays)], [[true, true], [false; 2]]);
+        disk.set_limits(Limits::default());
+        assert_eq!(passes(&disk), [false, true]);
+        assert!(one.has_members() && other.has_members());
+        drop((disk, stays));
+        assert!(!one.has_members() && !other.has_members());
+    }
+
+    /// The next process begins with the debts of this one.
+    #[test]
+    fn debts_of_limits_are_passed_on() {
+        let limits = limits(1);
+        let [before, after] = [(); 2].map(|()| Shared::new(BYTES));
+        let groups = [(); 2].map(|()| LimitGroup::default());
+        for disk in [&before, &after] {
+            disk.set_limits(limits);
+        }
+        groups.iter().for_each(|group| group.set_limits(limits).unwrap());
+        const DEBT_NS: u64 = 600_000_000_000;
+        before.set_debts(&[DEBT_NS]);
+        groups[0].set_debts(&[DEBT_NS]);
+        after.set_debts(&before.debts());
+        groups[1].set_debts(&groups[0].debts());
+        for debts in [after.debts(), groups[1].debts()] {
+            assert!(debts.len() == 1 && debts[0] > DEBT_NS / 2 && debts[0] <= DEBT_NS, "{debts:?}");
+        }
+        after.set_debts(&[1]);
+        assert!(after.debts()[0] > DEBT_NS / 2, "a smaller debt takes none away");
+        after.set_debts(&[2 * DEBT_NS, 0]);
+        assert!(after.debts()[0] <= DEBT_NS, "the debts of other limits");
+        assert_eq!(Shared::new(BYTES).debts(), []);
+    }
+}
