@@ -30,6 +30,7 @@ mod restart;
 mod schema;
 mod secrets;
 mod service_manager;
+mod service_units;
 mod shutdown;
 mod socat;
 mod sockets;
