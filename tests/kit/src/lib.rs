@@ -2,12 +2,13 @@
 //!
 //! [`daemon`] and [`cli`] start Ringhaul, [`server`] starts it or qemu-storage-daemon for a guest.
 //! [`frontend`] is a front-end that can misbehave, and [`guest`] boots real guests. [`nbd_server`]
-//! and [`ceph`] run foreign servers with disks. [`service_manager`] plays systemd. [`fuse`],
-//! [`system`] and [`kernel_trace`] change or watch the machine. A [`journal`] has all changes of a
-//! disk, which [`fuse`] and [`nbd_recorder`] record.
+//! and [`ceph`] run foreign servers with disks. [`service_manager`] plays systemd, and a
+//! [`container`] has it. [`fuse`], [`system`] and [`kernel_trace`] change or watch the machine. A
+//! [`journal`] has all changes of a disk, which [`fuse`] and [`nbd_recorder`] record.
 
 pub mod ceph;
 pub mod cli;
+pub mod container;
 pub mod daemon;
 pub mod frontend;
 pub mod fuse;

@@ -1,0 +1,199 @@
+//! The units of `contrib/systemd` under systemd itself: start, failed start, reload, watchdog,
+//! upgrade, restart and kills under load.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::container::Container;
+use ringhaul_kit::daemon::LIMIT;
+use ringhaul_kit::frontend::message::Channel;
+use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_tools::process::retry;
+use tempfile::TempDir;
+
+use crate::driver::{Driver, FEW_BLOCKS, check_file};
+
+/// The service of one virtual machine.
+const VM: &str = "ringhaul@vm1";
+
+const CONTRIB: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib/systemd");
+
+/// Installs everything as docs/guide/service.md does.
+const INSTALL: &str = "
+    cp /mnt/ringhaul/ringhaul /usr/bin/ringhaul
+    cd /mnt/systemd
+    cp ringhaul.service ringhaul@.service /etc/systemd/system/
+    cp sysusers.conf /usr/lib/sysusers.d/ringhaul.conf
+    cp tmpfiles.conf /usr/lib/tmpfiles.d/ringhaul.conf
+    cp -n ringhaul.toml /etc/ringhaul.toml
+    systemd-sysusers
+    systemd-tmpfiles --create ringhaul.conf
+    systemctl daemon-reload
+    echo 'OPTIONS=--control-group kvm --iothreads 2' > /etc/ringhaul/vm1.env
+    truncate -s 512K /srv/disks/vm1.img
+    chown ringhaul:ringhaul /srv/disks/vm1.img";
+
+/// A container with Ringhaul.
+struct Host {
+    container: Container,
+    disks: TempDir,
+}
+
+impl Host {
+    fn install() -> Result<Option<Self>> {
+        let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let disks = tempfile::tempdir_in(cache)?;
+        let program = ringhaul_binary()?.canonicalize()?;
+        let program = program.parent().context("the program has no folder")?;
+        let contrib = fs::canonicalize(CONTRIB)?;
+        let binds =
+            [(disks.path(), "/srv/disks"), (program, "/mnt/ringhaul"), (&contrib, "/mnt/systemd")];
+        let Some(container) = Container::boot(cache, &binds)? else { return Ok(None) };
+        container.output(&format!("set -e; {INSTALL}"))?;
+        Ok(Some(Self { container, disks }))
+    }
+
+    fn run(&self, script: &str) -> Result<String> {
+        self.container.output(script)
+    }
+
+    /// A property of a unit.
+    fn property(&self, unit: &str, property: &str) -> Result<String> {
+        self.run(&format!("systemctl show --value --property={property} {unit}"))
+    }
+
+    /// Waits until a property of a unit has this value.
+    fn wait_for(&self, unit: &str, property: &str, value: &str) -> Result<()> {
+        retry(LIMIT, || {
+            let now = self.property(unit, property)?;
+            ensure!(now == value, "{property} of {unit} is {now:?}, and not {value:?}");
+            Ok(())
+        })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.container.path("/run/ringhaul-vm1/disk.sock")
+    }
+
+    /// The process of the service.
+    fn process(&self) -> Result<String> {
+        self.property(VM, "MainPID")
+    }
+
+    /// Connects again, when the service has another process than this one.
+    fn reconnect(&self, driver: &mut Driver, process: &str) -> Result<()> {
+        driver.take()?;
+        retry(LIMIT, || {
+            let now = self.process()?;
+            ensure!(now != "0" && now != process, "the service has the process {now}");
+            driver.frontend.channel = Channel::connect(&self.socket())?;
+            Ok(())
+        })?;
+        driver.attach()
+    }
+}
+
+#[test]
+fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    host.run("systemctl start ringhaul@vm1")?;
+    let mut driver = Driver::new(&host.socket(), FEW_BLOCKS, true)?;
+    driver.attach()?;
+    for round in 0..3 {
+        let process = host.process()?;
+        driver.run(200, false)?;
+        host.run("systemctl kill --signal=KILL ringhaul@vm1")?;
+        host.reconnect(&mut driver, &process).with_context(|| format!("round {round}"))?;
+        driver.run(200, false)?;
+        // The file of the program is another one, as after the upgrade of a package.
+        let process = host.process()?;
+        host.run(
+            "cp /mnt/ringhaul/ringhaul /usr/bin/ringhaul.new
+            mv /usr/bin/ringhaul.new /usr/bin/ringhaul
+            ringhaul ctl upgrade /usr/bin/ringhaul",
+        )?;
+        driver.run(200, false)?;
+        ensure!(host.process()? != process, "systemd does not know the new process");
+        host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")?;
+    }
+    ensure!(host.property(VM, "NRestarts")? == "3", "an upgrade is no restart");
+    let process = host.process()?;
+    // systemd limits the starts of a unit within ten seconds.
+    host.run("systemctl reset-failed ringhaul@vm1; systemctl restart ringhaul@vm1")?;
+    host.reconnect(&mut driver, &process)?;
+    driver.run(200, false)?;
+    driver.run(0, true)?;
+    let Driver { frontend, versions, .. } = driver;
+    drop(frontend);
+    host.run("systemctl stop ringhaul@vm1")?;
+    ensure!(host.property(VM, "Result")? == "success", "it did not stop cleanly");
+    check_file(&host.disks.path().join("vm1.img"), &versions)
+}
+
+#[test]
+fn a_service_reports_its_start_its_reload_and_its_life() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    a_failed_start_is_reported(&host)?;
+    a_reload_changes_exports(&host)?;
+    a_hanging_daemon_is_replaced(&host)
+}
+
+fn a_failed_start_is_reported(host: &Host) -> Result<()> {
+    let started = host.container.run("systemctl start ringhaul@missing")?;
+    ensure!(!started.status.success(), "a failed start counts as a start");
+    let reason = "cannot open /srv/disks/missing.img";
+    let status = host.property("ringhaul@missing", "StatusText")?;
+    ensure!(status.starts_with(reason), "{status}");
+    ensure!(host.property("ringhaul@missing", "NRestarts")? == "0", "the start is repeated");
+    let log = host.run("journalctl --no-pager --output=cat -p err -u ringhaul@missing")?;
+    ensure!(log.lines().any(|line| line.starts_with(&format!("ringhaul: {reason}"))), "{log}");
+    Ok(())
+}
+
+/// The unit of a socket on docs/guide/service.md belongs to the export.
+fn a_reload_changes_exports(host: &Host) -> Result<()> {
+    let page = include_str!("../../../docs/guide/service.md");
+    let socket = page.split("```ini\n").nth(1).and_then(|text| text.split("```").next());
+    let units = host.container.path("/etc/systemd/system");
+    fs::write(units.join("ringhaul-vm1.socket"), socket.context("no unit of a socket")?)?;
+    host.run("systemctl daemon-reload; systemctl start ringhaul-vm1.socket ringhaul")?;
+    host.wait_for("ringhaul", "StatusText", "0 exports served, 0 with a front-end")?;
+    // It connects before anything serves it.
+    let mut driver = Driver::new(&host.container.path("/run/ringhaul/vm1.sock"), FEW_BLOCKS, true)?;
+    let file = host.container.path("/etc/ringhaul.toml");
+    let export = fs::read_to_string(&file)?.replace("# [[", "[[").replace("# name", "name");
+    let export = export.replace("# endpoint", "endpoint").replace("# device", "device");
+    fs::write(&file, format!("{export}bad = 1\n"))?;
+    let reloaded = host.container.run("systemctl reload ringhaul")?;
+    ensure!(!reloaded.status.success(), "a wrong file is accepted");
+    fs::write(&file, export)?;
+    host.run("systemctl reload ringhaul")?;
+    host.wait_for("ringhaul", "StatusText", "1 export served, 1 with a front-end")?;
+    driver.attach()?;
+    driver.run(200, false)?;
+    driver.run(0, true)?;
+    drop(driver);
+    host.run("systemctl stop ringhaul")?;
+    ensure!(host.property("ringhaul-vm1.socket", "SubState")? == "listening", "it is closed");
+    host.run("systemctl stop ringhaul-vm1.socket")?;
+    Ok(())
+}
+
+fn a_hanging_daemon_is_replaced(host: &Host) -> Result<()> {
+    host.run(
+        "folder=/etc/systemd/system/ringhaul@vm1.service.d
+        mkdir $folder
+        sed s/=60/=1/ /mnt/systemd/watchdog.conf > $folder/watchdog.conf
+        systemctl daemon-reload
+        systemctl start ringhaul@vm1",
+    )?;
+    let process = host.process()?;
+    host.run("systemctl kill --signal=STOP ringhaul@vm1")?;
+    host.wait_for(VM, "NRestarts", "1")?;
+    host.wait_for(VM, "ActiveState", "active")?;
+    ensure!(host.process()? != process, "it still hangs");
+    let log = host.run("journalctl --no-pager --output=cat -u ringhaul@vm1")?;
+    ensure!(log.contains("Watchdog timeout"), "{log}");
+    Ok(())
+}
