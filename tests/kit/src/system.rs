@@ -182,6 +182,55 @@ pub fn is_installed(program: &str) -> bool {
     is_installed
 }
 
+/// A script that removes a cgroup when its last process has gone.
+const REMOVE_CGROUP: &str =
+    "for i in $(seq 1000); do rmdir \"$1\" 2>/dev/null && exit; sleep 0.01; done; exit 1";
+
+/// A cgroup with a limit on memory. Dropping it removes it, after its processes have ended.
+pub struct MemoryCgroup {
+    _restore: RestoreOnDrop,
+    folder: PathBuf,
+}
+
+impl MemoryCgroup {
+    /// Makes a cgroup. `None`: this machine has no cgroups for memory.
+    ///
+    /// # Errors
+    /// If the limit cannot be set.
+    pub fn new(limit_bytes: u64) -> Result<Option<Self>> {
+        if !can_change_system("cgroups") {
+            return Ok(None);
+        }
+        let name = format!("ringhaul-test-{}", std::process::id());
+        for (root, file) in
+            [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")]
+        {
+            let folder = Path::new(root).join(&name);
+            if !Path::new(root).join("cgroup.procs").exists() || fs::create_dir(&folder).is_err() {
+                continue;
+            }
+            let words = [&*folder.to_string_lossy()];
+            let restore = RestoreOnDrop::schedule(REMOVE_CGROUP, &words, Stdio::null())?;
+            let cgroup = Self { _restore: restore, folder };
+            let limit = cgroup.folder.join(file);
+            if limit.exists() {
+                let limited = fs::write(&limit, limit_bytes.to_string());
+                limited.with_context(|| format!("writing {}", limit.display()))?;
+                return Ok(Some(cgroup));
+            }
+        }
+        print_skipped("there are no cgroups for memory");
+        Ok(None)
+    }
+
+    /// The words that start the command behind them in this cgroup.
+    #[must_use]
+    pub fn wrapper(&self) -> [String; 4] {
+        let script = format!("echo $$ > {}/cgroup.procs; exec \"$@\"", self.folder.display());
+        ["sh".into(), "-c".into(), script, "sh".into()]
+    }
+}
+
 /// A loop device.
 pub struct LoopDevice {
     _restore: RestoreOnDrop,

@@ -1,13 +1,14 @@
 //! A daemon that reaches limits of its process.
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Running, TestFolders, ringhaul_under};
+use ringhaul_kit::cli::{READY, Running, TestFolders, bench, ringhaul_under, run};
 use ringhaul_kit::daemon::DaemonOptions;
 use ringhaul_kit::for_each_engine;
 use ringhaul_kit::frontend::memory::new_eventfd;
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup, blk, check_service};
 use ringhaul_kit::server::Engine;
+use ringhaul_kit::system::MemoryCgroup;
 use rustix::process::Signal;
 
 use crate::start;
@@ -47,6 +48,29 @@ fn a_start_without_enough_descriptors(engine: Engine) -> Result<()> {
         }
     }
     ensure!(served && refused, "served {served}, refused {refused}");
+    Ok(())
+}
+
+/// Guest memory that the daemon touches first counts as its own, and the kernel may kill it.
+#[test]
+fn guest_memory_above_the_limit_of_the_cgroup_is_logged() -> Result<()> {
+    let Some(cgroup) = MemoryCgroup::new(100 << 20)? else { return Ok(()) };
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let socket = folders.socket("disk.sock");
+    let mut command = ringhaul_under(&cgroup.wrapper())?;
+    command.args(["serve", "--disk", "null:1G", "--socket-path"]).arg(&socket);
+    let mut daemon = Running::serve(&mut command)?;
+    // Memory for all requests is shared, and that of one request is touched.
+    let small = "--rw read --bs 1m --iodepth 8 --number_ios 1";
+    run(&mut bench(&socket, small)?)?.expect_code(0)?;
+    daemon.wait_for("the front-end has disconnected")?;
+    ensure!(!daemon.stderr().contains("MemoryMax"), "{}", daemon.stderr());
+    let large = small.replace("--iodepth 8", "--iodepth 128");
+    run(&mut bench(&socket, &large)?)?.expect_code(0)?;
+    let line = daemon.wait_for("the cgroup of this daemon is limited to 100 MiB")?;
+    ensure!(line.contains("WARN") && line.contains("MemoryMax=infinity"), "{line}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }
 
