@@ -3,7 +3,9 @@
 use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 
-use blockio::{DiskOptions, DiskSource, Error};
+use blockio::testing::RemoteStub;
+use blockio::{DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
+use iomem::Buffers;
 use tempfile::NamedTempFile;
 
 use super::core::Layer;
@@ -108,4 +110,51 @@ fn a_leak_behind_the_end_of_the_file_has_no_warning() {
     let block = number(&file, number(&file, 48));
     file.as_file().write_all_at(&[0, 1], block + clusters * 2).unwrap();
     assert_eq!(open(&file, false).unwrap().warning(), None);
+}
+
+/// The disk may have ended within a cluster, whose place was known as far as that.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn places_behind_the_old_end_of_a_disk_are_found_again_when_it_grows() {
+    const BELOW: u8 = 6;
+    const OWN: u8 = 7;
+    const KIB: usize = 1 << 10;
+    // A part of the last cluster is data of the image, data below, or a hole.
+    for (own, below) in [(false, true), (true, true), (true, false), (false, false)] {
+        let end = 64 * KIB + 512;
+        let Some(image) = create("cluster_size=64k", &end.to_string()) else { return };
+        let mut content = std::fs::read(image.path()).unwrap();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let mut layers = vec![Layer::qcow2(RemoteStub::exclusive(&content).source()).unwrap()];
+        if below {
+            layers.push(Layer::raw(RemoteStub::new(&vec![BELOW; end]).source()));
+        }
+        let source = crate::qcow2::open(layers, false).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let write = |at: usize, byte: u8| {
+            let data = Buffers::from_vec(vec![byte; 512]);
+            thread.block_on(disk.write(at as u64, data, false)).unwrap().unwrap();
+        };
+        let mut expected = vec![if below { BELOW } else { 0 }; end];
+        if own {
+            write(64 * KIB, OWN);
+            expected[64 * KIB..].fill(OWN);
+        }
+        for bytes in [end, 66 * KIB, 128 * KIB, 300 * KIB] {
+            source.set_size(bytes as u64, || ()).unwrap();
+            expected.resize(bytes, 0);
+            let read = thread.block_on(disk.read_vec(0, bytes)).unwrap().unwrap();
+            assert!(read == expected, "{bytes} bytes, own data: {own}, data below: {below}");
+            if bytes == end {
+                // Its last cluster stays as it is.
+                continue;
+            }
+            let last = bytes - 512;
+            write(last, OWN);
+            expected[last..].fill(OWN);
+            let read = thread.block_on(disk.read_vec(0, bytes)).unwrap().unwrap();
+            assert!(read == expected, "written at {last}, own: {own}, below: {below}");
+        }
+    }
 }
