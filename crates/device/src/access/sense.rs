@@ -297,23 +297,35 @@ mod tests {
         let sense =
             |errno, asked| Sense::from_disk_error(&io::Error::from_raw_os_error(errno), asked);
         let (reads, writes) = (DiskUse::reads("read", 7), DiskUse::writes("write", 7));
-        assert_eq!(sense(libc::ENOSPC, writes), Sense::NO_SPACE);
-        assert_eq!(sense(libc::EROFS, writes), Sense::WRITE_PROTECTED);
-        for errno in [libc::EAGAIN, libc::ENOMEM, libc::ENOLINK] {
-            assert_eq!(sense(errno, reads).key, Key::AbortedCommand);
+        let with = |key, code| Sense::new(key, code);
+        let unread = Sense { information: Some(7), ..with(Key::MediumError, [0x11, 0]) };
+        let unwritten = Sense { information: Some(7), ..with(Key::MediumError, [0x0c, 0]) };
+        let try_again = [with(Key::AbortedCommand, [0, 0]); 2];
+        let no_medium = [with(Key::NotReady, [0x3a, 0]); 2];
+        for (errnos, expected) in [
+            (&[libc::ENOSPC, libc::EDQUOT, libc::EFBIG][..], [unread, Sense::NO_SPACE]),
+            (&[libc::EROFS, libc::EPERM, libc::EACCES], [unread, Sense::WRITE_PROTECTED]),
+            (&[libc::ENOMEM, libc::EAGAIN, libc::EINTR, libc::EBUSY], try_again),
+            (&[libc::ETIMEDOUT, libc::ENOLINK], try_again),
+            (&[libc::ENODEV, libc::ENXIO, libc::ENOMEDIUM], no_medium),
+            (&[libc::EREMOTEIO], [with(Key::HardwareError, [0x44, 0]); 2]),
+            (&[libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EINVAL], [unread, unwritten]),
+        ] {
+            for errno in errnos {
+                assert_eq!([sense(*errno, reads), sense(*errno, writes)], expected, "{errno}");
+            }
         }
-        assert_eq!(sense(libc::ENODEV, reads).key, Key::NotReady);
-        assert_eq!(sense(libc::EREMOTEIO, reads).key, Key::HardwareError);
-        for errno in [libc::EIO, libc::EPERM, libc::ENOSPC] {
-            assert_eq!(
-                (sense(errno, reads).code, sense(errno, reads).information),
-                ([0x11, 0], Some(7))
-            );
+        for (errno, expected) in [
+            (libc::EIO, true),
+            (libc::ENODATA, true),
+            (libc::EILSEQ, true),
+            (libc::ETIMEDOUT, false),
+            (libc::ENOSPC, false),
+            (libc::EREMOTEIO, false),
+        ] {
+            let error = io::Error::from_raw_os_error(errno);
+            assert_eq!(Sense::may_be_single_block(&error), expected, "{errno}");
         }
-        assert_eq!(
-            (sense(libc::EIO, writes).code, sense(libc::EIO, writes).information),
-            ([0x0c, 0], Some(7))
-        );
         // The lost block is unknown.
         let flush = sense(libc::EIO, DiskUse::FLUSH);
         assert_eq!((flush.code, flush.information), ([0x0c, 0], None));

@@ -20,6 +20,7 @@ mod blk_guests;
 mod blocks;
 mod config;
 mod conflicts;
+mod durable;
 mod events;
 mod faults;
 mod fields;
