@@ -478,7 +478,7 @@ fn reason_of(end: &End) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
@@ -497,9 +497,10 @@ mod tests {
     use crate::control::stages::tests::Removal;
     use crate::control::stages::{FailedExport, Stages};
     use crate::spec::command::CommandError;
+    use crate::spec::qos::{OnError, QosChange};
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
 
-    struct Scene {
+    pub(in crate::control) struct Scene {
         _io: IoThread,
         disk: DiskSource,
         stages: Arc<Stages>,
@@ -507,7 +508,7 @@ mod tests {
     }
 
     impl Scene {
-        fn new(endpoint: Endpoint) -> Self {
+        pub(in crate::control) fn new(endpoint: Endpoint) -> Self {
             Self::on(DiskSource::null(1 << 20, &DiskOptions::default()).unwrap(), endpoint)
         }
 
@@ -541,7 +542,7 @@ mod tests {
             Self { _io: io, disk, stages, setup: Some(setup) }
         }
 
-        fn export(&mut self) -> Export {
+        pub(in crate::control) fn export(&mut self) -> Export {
             Export::new(self.setup.take().unwrap(), Waker::noop())
         }
     }
@@ -589,6 +590,98 @@ mod tests {
         let adding = export.begin_unit(place, UnitChange::Add).unwrap();
         export.begin_stop();
         assert!(!adding.cancel_token.is_active(), "its export ends");
+    }
+
+    /// An export of two units, 0 and 1.
+    fn scsi_export(scene: &mut Scene) -> Export {
+        let setup = scene.setup.as_mut().unwrap();
+        let events = Arc::<ExportLog>::clone(&setup.log);
+        setup.device = Device::scsi(ScsiOptions::default(), events);
+        setup.disks.push(scene.disk.clone());
+        let mut export = scene.export();
+        let disk = json!({ "null": { "size-bytes": 1 << 20 } });
+        let units = [0, 1].map(|lun| json!({ "lun": lun, "disk": disk }));
+        let units = units.map(|unit| serde_json::from_value(unit).unwrap());
+        export.spec.device = DeviceSpec::Scsi(units.into());
+        export
+    }
+
+    /// Two changes of one disk at a time would undo each other.
+    #[test]
+    fn a_disk_has_one_change_at_a_time() {
+        use CommandError as E;
+        let socket = || Endpoint::Connection(UnixStream::pair().unwrap().0);
+        let mut scene = Scene::new(socket());
+        let mut export = scene.export();
+        let place = |lun| UnitPlace { target: 0, lun };
+        let resize = |export: &mut Export, place| export.begin_resize(place).map(drop);
+        assert!(matches!(resize(&mut export, Some(place(0))), Err(E::NoUnits(_))));
+        assert!(matches!(resize(&mut export, None), Ok(())));
+        assert!(matches!(resize(&mut export, None), Err(E::DiskBusy(_))));
+        export.changing.clear();
+        assert!(matches!(resize(&mut export, None), Ok(())));
+
+        let mut scene = Scene::new(socket());
+        let mut export = scsi_export(&mut scene);
+        let change = |export: &mut Export, lun, change| export.begin_unit(place(lun), change);
+        let remove = |export: &mut Export, lun| change(export, lun, UnitChange::Remove).map(drop);
+        let add = |export: &mut Export, lun| change(export, lun, UnitChange::Add).map(drop);
+        assert!(matches!(resize(&mut export, None), Err(E::NoDisk(_))));
+        assert!(matches!(resize(&mut export, Some(place(7))), Err(E::UnknownUnit(..))));
+        assert!(matches!(remove(&mut export, 7), Err(E::UnknownUnit(..))));
+        assert!(matches!(add(&mut export, 1), Err(E::UnitExists(..))));
+        assert!(matches!(resize(&mut export, Some(place(0))), Ok(())));
+        for _ in 0..2 {
+            assert!(matches!(resize(&mut export, Some(place(0))), Err(E::UnitBusy(..))));
+            assert!(matches!(remove(&mut export, 0), Err(E::UnitBusy(..))));
+            assert!(matches!(add(&mut export, 0), Err(E::UnitBusy(..))));
+        }
+        assert!(matches!(remove(&mut export, 1), Ok(())), "it is another disk");
+        assert!(matches!(add(&mut export, 1), Err(E::UnitBusy(..))), "it is being removed");
+        assert!(matches!(remove(&mut export, 1), Err(E::UnitBusy(..))));
+        assert!(matches!(resize(&mut export, Some(place(1))), Err(E::UnknownUnit(..))));
+        assert!(matches!(add(&mut export, 2), Ok(())));
+        assert!(matches!(add(&mut export, 2), Err(E::UnitBusy(..))));
+        assert_eq!(export.changing.len(), 3);
+        export.begin_stop();
+        assert!(matches!(resize(&mut export, Some(place(0))), Err(E::Busy(..))));
+        assert!(matches!(remove(&mut export, 0), Err(E::Busy(..))));
+        assert!(matches!(add(&mut export, 3), Err(E::Busy(..))));
+    }
+
+    /// Programs see by the code of the error that the parameters were wrong.
+    #[test]
+    fn impossible_rules_are_refused_as_parameters_and_change_nothing() {
+        let socket = || Endpoint::Connection(UnixStream::pair().unwrap().0);
+        let (mut of_blk, mut of_scsi) = (Scene::new(socket()), Scene::new(socket()));
+        let exports = [of_blk.export(), scsi_export(&mut of_scsi)];
+        let places = [(None, 0), (Some(UnitPlace { target: 0, lun: 1 }), 1)];
+        for (mut export, (place, index)) in exports.into_iter().zip(places) {
+            let mut set = |change: &QosChange| {
+                let set = export.set_rules(place, change).map(drop);
+                (set, export.rules(index), export.disks[index].limits())
+            };
+            let limits = |limits| QosChange {
+                limits: Some(serde_json::from_value(limits).unwrap()),
+                ..QosChange::default()
+            };
+            let (first, rules, before) = set(&limits(json!({ "iops-total": 100 })));
+            assert!(first.is_ok() && before.requests.total.is_some_and(|it| it.per_second == 100));
+            for change in [
+                limits(json!({ "iops-total-max": 10 })),
+                limits(json!({ "iops-total": 0, "iops-size": 4096 })),
+                limits(json!({ "bps-read-max": 1 })),
+                QosChange { rerror: Some(OnError::Hold), ..QosChange::default() },
+                QosChange { rerror: Some(OnError::HoldBriefly), ..QosChange::default() },
+            ] {
+                let (refused, after, limits_after) = set(&change);
+                assert!(
+                    matches!(refused, Err(CommandError::Invalid(_))),
+                    "{change:?}: {refused:?}"
+                );
+                assert_eq!((&after, limits_after), (&rules, before), "{change:?}");
+            }
+        }
     }
 
     /// Runs the export for as long as its descriptors are ready.

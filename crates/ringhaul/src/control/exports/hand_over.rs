@@ -184,3 +184,92 @@ impl Exports {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::{Arc, mpsc};
+    use std::task::Waker;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+    use crate::control::disk_change::{DiskChange, DiskChangeKind};
+    use crate::control::export::tests::Scene;
+    use crate::control::order::Alarm;
+    use crate::control::stages::Stages;
+    use crate::socket::Endpoint;
+
+    /// A process that takes over would find the disk locked, or miss a change.
+    #[test]
+    fn exports_are_described_only_while_none_of_them_changes() {
+        let alarm = Alarm(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let (_orders, received) = mpsc::channel();
+        let stages = Arc::<Stages>::default();
+        let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
+        let describe = |all: &Exports| all.describe().map(|described| described.exports.len());
+        let mut scenes = [(); 2].map(|()| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            (Scene::new(Endpoint::Connection(ours)), theirs)
+        });
+        let [(stays, _), (ends, _)] = &mut scenes;
+        all.list.push(stays.export());
+        assert!(matches!(describe(&all), Ok(1)));
+
+        let mut ending = ends.export();
+        let (place, kind) = (None, DiskChangeKind::Removing);
+        ending.changing.push(DiskChange { place, kind, blocks_hand_over: false });
+        all.list.push(ending);
+        assert!(matches!(describe(&all), Ok(2)), "a change that another process may repeat");
+        let mut ending = all.list.remove(1);
+        ending.begin_stop();
+        all.list.push(ending);
+        assert!(matches!(describe(&all), Err(CommandError::Busy(_, ExportState::Stopping))));
+        let ending = all.list.remove(1);
+        all.closing.push(ending.close(Waker::noop()));
+        assert!(matches!(describe(&all), Err(CommandError::Busy(_, ExportState::Stopping))));
+        all.closing.clear();
+        assert!(matches!(describe(&all), Ok(1)));
+
+        let answer = || oneshot::channel().0;
+        for (phase, is_in_progress) in [
+            (HandOver::Pausing { since: Instant::now(), answer: oneshot::channel().0 }, true),
+            (HandOver::Paused, true),
+            (HandOver::Committed, true),
+            (HandOver::Resuming(answer()), false),
+        ] {
+            all.hand_over = Some(phase);
+            match describe(&all) {
+                Err(CommandError::HandingOver) => assert!(is_in_progress),
+                Err(CommandError::NotPaused(_)) => assert!(!is_in_progress),
+                other => panic!("{other:?}"),
+            }
+        }
+        all.hand_over = None;
+        assert!(matches!(describe(&all), Ok(1)));
+    }
+
+    /// The description may be out of date when the new process is ready.
+    #[test]
+    fn exports_pause_only_as_they_were_described() {
+        let alarm = Alarm(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let (_orders, received) = mpsc::channel();
+        let stages = Arc::<Stages>::default();
+        let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
+        let generation = all.describe().unwrap().generation;
+        for late in 1..3 {
+            all.generation += 1;
+            let (answer, pending) = oneshot::channel();
+            all.pause(generation, answer);
+            let answer = pending.wait().unwrap().err();
+            assert!(matches!(answer, Some(CommandError::Changed)), "{late} changes later");
+            assert!(all.hand_over.is_none());
+        }
+        let (answer, _pending) = oneshot::channel();
+        all.pause(all.generation, answer);
+        assert!(matches!(all.hand_over, Some(HandOver::Pausing { .. })));
+        let (answer, pending) = oneshot::channel();
+        all.pause(all.generation, answer);
+        assert!(matches!(pending.wait().unwrap().err(), Some(CommandError::HandingOver)));
+    }
+}
