@@ -11,6 +11,7 @@ use iomem::fits;
 
 use crate::attribution::{self, FailedRequest};
 use crate::content::{Value, describe, initial, value_of};
+use crate::converted_disk;
 use crate::failure::Failure;
 use crate::faults::Class;
 use crate::guest::Guest;
@@ -72,6 +73,8 @@ pub(crate) struct Disk {
     pub(crate) index: usize,
     world: Rc<World>,
     pub(crate) source: DiskSource,
+    /// The file at the bottom of the source.
+    file: DiskSource,
     state: RefCell<State>,
     /// State that the nexuses of virtio-scsi share.
     shared: RefCell<Shared>,
@@ -101,8 +104,10 @@ impl Disk {
         let (memory_align, request_align) =
             if plan.direct > 0 { (plan.memory_align(), block) } else { (1, 1) };
         let is_block = plan.block_device > 0;
-        let source = DiskSource::simulated(file, info, is_block, memory_align, request_align)
-            .prefer_engine(engine(plan.engine_of(index)), "the plan says so");
+        let file = DiskSource::simulated(file, info, is_block, memory_align, request_align);
+        let source =
+            if plan.converts > 0 { converted_disk::new(file.clone(), world) } else { file.clone() };
+        let source = source.prefer_engine(engine(plan.engine_of(index)), "the plan says so");
         if plan.limits > 0 {
             let total = Some(Rate { per_second: plan.limits, burst: None });
             let requests = Rates { total, ..Rates::default() };
@@ -128,6 +133,7 @@ impl Disk {
             index,
             world,
             source,
+            file,
             state: RefCell::new(state),
             shared,
             guests: RefCell::default(),
@@ -156,7 +162,7 @@ impl Disk {
         let now = self.world.tick();
         self.world.trace(|| format!("control: disk {} has {sectors} sectors", self.index));
         self.shared.borrow_mut().size.set(now, sectors);
-        self.source.resize_simulated(sectors * 512);
+        self.source.adopt_size(sectors * 512);
         self.world.tick();
     }
 
@@ -328,7 +334,7 @@ impl Disk {
 
     /// Opens the disk again, for another daemon.
     pub(crate) fn reopen(&self) {
-        self.source.open_again();
+        self.file.open_again();
         self.world.reopen(self.index);
     }
 
@@ -352,7 +358,7 @@ impl Disk {
             left.push(value);
         }
         state.history = History::new(left.into_iter());
-        self.source.open_again();
+        self.file.open_again();
         self.world.forget_loss(self.index);
         let size = self.source.info().size_bytes / 512;
         *self.shared.borrow_mut() = Shared::new(size);

@@ -12,6 +12,7 @@ mod attribution;
 mod chain_request;
 mod content;
 mod control;
+mod converted_disk;
 mod device;
 mod disk;
 mod export;

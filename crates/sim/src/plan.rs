@@ -6,6 +6,7 @@ mod text;
 use blockio::config::ByteLimits;
 use iomem::fits;
 
+use crate::converted_disk::PIECE_BYTES;
 use crate::rng::{Rng, some};
 use crate::scsi::FIRST_REQUEST_QUEUE;
 
@@ -98,6 +99,8 @@ knobs! {
     disk_kib: 0,
     /// Nanoseconds for which each byte of an op holds up the IoThread that submits it.
     byte_ns: 0,
+    /// Disks convert all data, as an encrypted disk does, and hold up the loop for that time.
+    converts: 0,
     /// Pacing has the numbers of the product; otherwise smaller ones, which short runs reach.
     real_pacing: 0,
     /// The most ops of one submit; zero is no limit.
@@ -425,7 +428,13 @@ impl Plan {
         }
         // A single op is never too large for a round. Devices of a mix differ in their blocks.
         let of_round = self.byte_limits().round.max(self.op_bytes_max()).max(4096) as u64;
-        rounds * of_round * self.byte_ns
+        let copied = if self.converts > 0 { self.copied_max() as u64 } else { 0 };
+        rounds * (of_round + copied) * self.byte_ns
+    }
+
+    /// The most bytes that tasks copy in a round. A piece alone is never too large.
+    pub(crate) fn copied_max(&self) -> usize {
+        (self.byte_limits().round / 8).max(PIECE_BYTES)
     }
 
     /// Alignment of memory addresses for direct I/O.

@@ -71,6 +71,14 @@ impl Thread {
             let text = format!("invariant 14: ops held a turn of {rounds} rounds for {held} ns");
             return Err(Failure::new("held", text));
         }
+        // The pieces of each round, those of the next before its check, and those that got their
+        // turn in a round and move in the next.
+        let copied = world.copied_in_turn();
+        let bounds: usize = fits(rounds + 2, "a number of rounds");
+        if copied > bounds * world.plan().copied_max() {
+            let text = format!("invariant 14: a turn of {rounds} rounds has copied {copied} bytes");
+            return Err(Failure::new("copies", text));
+        }
         self.was_refused = self.io_thread.io().stats().submit_again.get() > refused;
         let now = world.now_nanoseconds();
         self.run_ns += (begin - self.ended_ns).min(BETWEEN_TURNS_NS) + (now - begin);

@@ -45,9 +45,4 @@ impl DiskSource {
             file.file.loss().forget();
         }
     }
-
-    /// Sets the size, as if a refresh had found it.
-    pub fn resize_simulated(&self, size_bytes: u64) {
-        self.shared.set_size_bytes(size_bytes);
-    }
 }

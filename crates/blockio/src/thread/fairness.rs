@@ -14,6 +14,9 @@ const TIME_BETWEEN_CHECKS: Duration = Duration::from_micros(500);
 /// loop for longer than a check costs.
 const CHECK_PART: usize = 4;
 
+/// The part of a round's bytes that tasks may copy.
+const COPY_PART: usize = 8;
+
 /// The number of rounds between checks of unarmed sources, which take a few loads each.
 pub(crate) const ROUNDS_BETWEEN_SOURCES: u32 = 4;
 
@@ -39,6 +42,7 @@ pub(crate) struct Checks {
     bytes: Cell<usize>,
     /// The number of bytes after which the next check is due.
     bytes_max: usize,
+    copies_max: usize,
     /// When the next check is due; set after some rounds without one.
     due: Cell<Option<Instant>>,
     /// True once that time has come, or `bytes_max` were given to the kernel.
@@ -52,9 +56,16 @@ impl Checks {
             rounds: Cell::new(0),
             bytes: Cell::new(0),
             bytes_max: round_bytes / CHECK_PART,
+            copies_max: round_bytes / COPY_PART,
             due: Cell::new(None),
             is_overdue: Cell::new(false),
         }
+    }
+
+    /// The most bytes that tasks may copy in a round: they hold the loop longer than a submit of as
+    /// many bytes.
+    pub(crate) fn copies_max(&self) -> usize {
+        self.copies_max
     }
 
     /// Counts a round since the last check.

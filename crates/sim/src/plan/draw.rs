@@ -104,6 +104,11 @@ impl Plan {
         self.round_kib = some(rng, 500, &[1, 8, 32]);
         self.disk_kib = some(rng, 400, &[1, 16, 64]);
         self.byte_ns = some(rng, 500, &[1, 10, 50]);
+        self.converts = flag(rng, 300);
+        if self.converts > 0 {
+            // Copies of a run must reach their bound.
+            self.round_kib = rng.pick(&[1, 8, 32, 64]);
+        }
     }
 
     pub(super) fn draw_control(&mut self, rng: &mut Rng) {

@@ -24,6 +24,8 @@ pub(super) struct Turn {
     pub(super) end: Cell<TurnEnd>,
     /// Nanoseconds for which ops have held up the IoThread that submits them.
     pub(super) held_ns: Cell<u64>,
+    /// Bytes that were moved without an op.
+    pub(super) copied: Cell<usize>,
     /// A submission thread of io_uring submits.
     pub(super) is_sq_thread: Cell<bool>,
     pub(super) sleeps: Cell<bool>,
@@ -54,6 +56,7 @@ impl World {
         self.turn.spins.set(0);
         self.turn.sleeps.set(false);
         self.turn.held_ns.set(0);
+        self.turn.copied.set(0);
         self.turn.end.set(TurnEnd::Awake);
     }
 
@@ -78,6 +81,17 @@ impl World {
             self.turn.held_ns.set(self.turn.held_ns.get() + time_ns);
             self.advance_to(self.now.get() + time_ns);
         }
+    }
+
+    /// Moves bytes without an op: time advances as for an op that holds the submitter.
+    pub(crate) fn copy(&self, bytes: usize) {
+        self.turn.copied.set(self.turn.copied.get() + bytes);
+        self.hold(bytes as u64 * self.plan.byte_ns);
+    }
+
+    /// Bytes that the last turn has moved without an op.
+    pub(crate) fn copied_in_turn(&self) -> usize {
+        self.turn.copied.get()
     }
 
     pub(crate) fn polls(&self) -> Polls {

@@ -17,15 +17,14 @@ use crate::thread::io::Io;
 /// The most bytes of a piece. Copying them takes some 50 µs.
 pub const COPY_BYTES_MAX: usize = 256 << 10;
 
-/// The most bytes in a round, unless one piece is larger.
-const ROUND_BYTES: usize = 1 << 20;
-
 /// The key of the one object of its type on an IoThread.
 const KEY: usize = 0;
 
 /// The pieces of all disks of an IoThread.
 struct CopyRounds {
     io: Rc<Io>,
+    /// The most bytes in a round, unless one piece is larger.
+    round_bytes: usize,
     /// The round of the loop to which `moved` belongs.
     round: Cell<u64>,
     /// Bytes of the pieces in this round.
@@ -84,6 +83,7 @@ impl CopyRounds {
         io.shared(KEY).unwrap_or_else(|| {
             let rounds = Rc::new(Self {
                 io: Rc::clone(io),
+                round_bytes: io.checks.copies_max(),
                 round: Cell::new(0),
                 moved: Cell::new(0),
                 disks: RefCell::default(),
@@ -105,7 +105,7 @@ impl CopyRounds {
             self.moved.set(0);
         }
         let moved = self.moved.get() + bytes;
-        let has_room = moved <= ROUND_BYTES || moved == bytes;
+        let has_room = moved <= self.round_bytes || moved == bytes;
         if has_room {
             self.moved.set(moved);
         }
@@ -138,7 +138,7 @@ impl CopyRounds {
                 continue;
             };
             let moved = self.moved.get() + bytes;
-            if moved > ROUND_BYTES && moved != bytes {
+            if moved > self.round_bytes && moved != bytes {
                 return None;
             }
             self.moved.set(moved);
@@ -220,6 +220,7 @@ mod tests {
     use crate::{IoThread, IoThreadConfig, TaskSet, Wait};
 
     const PIECES: usize = 32;
+    const ROUND_BYTES: usize = 1 << 20;
 
     /// Starts tasks that move pieces, and returns the numbers of moved pieces.
     fn start(io: &Rc<Io>, tasks: usize, bytes: usize) -> Vec<Rc<Cell<usize>>> {
