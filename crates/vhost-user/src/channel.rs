@@ -284,3 +284,129 @@ impl AsFd for Channel {
         self.socket.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::{FdFlags, fcntl_getfd};
+
+    use super::super::message::Request;
+    use super::*;
+
+    fn channel() -> (Channel, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Channel::new(ours, Arc::default()), theirs)
+    }
+
+    fn receive(channel: &mut Channel, now: Instant) -> Received {
+        channel.receive(now, 0, Waker::noop())
+    }
+
+    fn event() -> OwnedFd {
+        eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+    }
+
+    /// Sends bytes with a descriptor.
+    fn send_with(socket: &UnixStream, bytes: &[u8], fd: &OwnedFd) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [fd.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+        assert_eq!(sent, Ok(bytes.len()));
+    }
+
+    fn kick() -> Vec<u8> {
+        let (code, body) = Request::SetVringKick { index: 0, has_fd: true }.encode();
+        [&Header::new(code, body.len()).encode()[..], &body].concat()
+    }
+
+    /// A program that this process starts must not get descriptors of a guest.
+    #[test]
+    fn descriptors_come_with_a_header_and_are_closed_at_exec() {
+        let (mut channel, theirs) = channel();
+        send_with(&theirs, &kick(), &event());
+        let Received::Message(message) = receive(&mut channel, Instant::now()) else {
+            panic!("the message is whole");
+        };
+        let [fd] = &message.fds[..] else { panic!("{} descriptors", message.fds.len()) };
+        assert!(fcntl_getfd(fd).unwrap().contains(FdFlags::CLOEXEC));
+        assert!(message.lost_fds.is_none() && channel.fds.is_empty());
+    }
+
+    #[test]
+    fn descriptors_with_a_body_are_refused() {
+        let (mut channel, mut theirs) = channel();
+        let message = kick();
+        let (head, body) = message.split_at(HEADER_BYTES);
+        theirs.write_all(head).unwrap();
+        assert!(matches!(receive(&mut channel, Instant::now()), Received::Nothing));
+        send_with(&theirs, body, &event());
+        assert!(matches!(receive(&mut channel, Instant::now()), Received::Invalid(_)));
+    }
+
+    /// A front-end that sends a byte now and then would hold its place for ever.
+    #[test]
+    fn a_message_has_its_time_from_its_first_byte() {
+        let (mut channel, mut theirs) = channel();
+        let start = Instant::now();
+        let at = |number: u32| start + number * Duration::from_secs(1);
+        assert!(matches!(receive(&mut channel, at(0)), Received::Nothing));
+        assert_eq!(channel.deadline(), None);
+        for (number, byte) in (1..).zip(kick()) {
+            theirs.write_all(&[byte]).unwrap();
+            let received = receive(&mut channel, at(number));
+            let limit = Some(at(1) + MESSAGE_LIMIT);
+            match received {
+                Received::Nothing => assert_eq!(channel.deadline().map(|(end, _)| end), limit),
+                Received::Message(_) => assert_eq!(channel.deadline(), None),
+                _ => panic!("byte {number}"),
+            }
+        }
+        theirs.write_all(&[1]).unwrap();
+        assert!(matches!(receive(&mut channel, at(100)), Received::Nothing));
+        let end = channel.deadline().map(|(end, _)| end);
+        assert_eq!(end, Some(at(100) + MESSAGE_LIMIT), "the next one has its own time");
+    }
+
+    /// An answer that was read late leaves no deadline, and a sent descriptor does not stay open.
+    #[test]
+    fn nothing_is_left_of_an_answer_that_is_sent() {
+        let (mut channel, mut theirs) = channel();
+        let start = Instant::now();
+        let header = Header::new(1, 8).reply(8);
+        for round in 0..2 {
+            let now = start + round * Duration::from_secs(60);
+            let mut sent = 0;
+            while !channel.has_output() {
+                channel.send(header, &[7; 8], Some(event()), now).unwrap();
+                sent += 1;
+            }
+            assert!(channel.output_fd.is_some(), "it waits with its answer");
+            assert_eq!(channel.deadline().map(|(end, _)| end), Some(now + MESSAGE_LIMIT));
+            let mut answers = vec![0; (sent - 1) * (HEADER_BYTES + 8)];
+            theirs.read_exact(&mut answers).unwrap();
+            assert_eq!(channel.flush(now + Duration::from_secs(1)).ok(), Some(true));
+            assert!(!channel.has_output() && channel.output_fd.is_none());
+            assert_eq!(channel.deadline(), None);
+            let mut last = [0; HEADER_BYTES + 8];
+            theirs.read_exact(&mut last).unwrap();
+            assert_eq!(last[HEADER_BYTES..], [7; 8]);
+        }
+    }
+
+    /// The other process has the socket, too.
+    #[test]
+    fn a_lent_socket_is_not_shut_down() {
+        for is_lent in [true, false] {
+            let (mut channel, mut theirs) = channel();
+            channel.lend(is_lent);
+            channel.shut_down();
+            theirs.set_nonblocking(true).unwrap();
+            let is_closed = matches!(theirs.read(&mut [0]), Ok(0));
+            assert_eq!(is_closed, !is_lent);
+        }
+    }
+}

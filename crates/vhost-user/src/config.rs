@@ -93,3 +93,35 @@ fn check_range(config: &Config) -> Result<(), Refusal> {
 fn offset_of(config: &Config) -> usize {
     config.offset.checked_sub(REGISTERS_OFFSET).unwrap_or(config.offset) as usize
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// A front-end that has not asked for them does not understand messages of the back-end.
+    #[test]
+    fn only_a_front_end_that_wants_it_hears_of_a_change() {
+        let (channel, config) = (protocol_feature::BACKEND_REQ, protocol_feature::CONFIG);
+        let others = PROTOCOL_FEATURES & !(channel | config);
+        for (features, is_told) in [
+            (0, false),
+            (channel, false),
+            (config, false),
+            (others, false),
+            (others | channel, false),
+            (others | config, false),
+            (channel | config, true),
+            (PROTOCOL_FEATURES, true),
+        ] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            assert_eq!(send_change(&ours.into(), features), is_told, "{features:#x}");
+            let mut told = Vec::new();
+            theirs.read_to_end(&mut told).unwrap();
+            let message = [2_u32, 1, 0].map(u32::to_ne_bytes).concat();
+            assert_eq!(told, if is_told { message } else { Vec::new() }, "{features:#x}");
+        }
+    }
+}

@@ -322,6 +322,23 @@ pub(super) mod tests {
         assert_eq!(begun.iter().collect::<Vec<_>>(), ["the last"]);
     }
 
+    /// A queue needs copies of its descriptors when it starts.
+    #[test]
+    fn descriptors_of_rings_count_beside_the_open_ones() {
+        let examiner = Arc::new(Examiner::default());
+        assert!(examiner.lacks_room(1 << 20).is_none(), "there is no limit at first");
+        examiner.set_open_max(10);
+        let held: Vec<_> = (0..4).map(|_| examiner.hold()).collect();
+        assert_eq!(examiner.open(), 4);
+        for (rings, lacks) in [(0, false), (6, false), (7, true), (100, true)] {
+            let why = examiner.lacks_room(rings);
+            assert_eq!(why.is_some(), lacks, "{rings}");
+            assert!(why.is_none_or(|why| why.contains("open files, 10, is used up")));
+        }
+        drop(held);
+        assert!(examiner.lacks_room(10).is_none());
+    }
+
     #[test]
     fn much_memory_is_unmapped_on_another_thread() {
         let examiner = Examiner::default();

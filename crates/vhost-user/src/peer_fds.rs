@@ -319,6 +319,17 @@ mod tests {
         assert_eq!(examiner.closes(), 1, "what it has was not read");
     }
 
+    /// A write to an eventfd with the highest count would stop an IoThread.
+    #[test]
+    fn an_eventfd_never_blocks() {
+        for flags in [EventfdFlags::CLOEXEC, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK] {
+            let event = eventfd(0, flags).unwrap();
+            let peer_fd = PeerFd::new(event, Arc::default());
+            let event = peer_fd.into_eventfd("a call").unwrap();
+            assert!(fcntl_getfl(&event).unwrap().contains(OFlags::NONBLOCK));
+        }
+    }
+
     #[test]
     fn a_thread_that_hangs_is_given_only_so_much() {
         let (examiner, hang) = hung();

@@ -357,3 +357,25 @@ pub(super) fn keep_first(failure: &mut Option<io::Error>, error: io::Error) {
 pub(super) fn is_ring_fault(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::InvalidInput
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A fault of a ring stops that ring alone; any other error ends the connection.
+    #[test]
+    fn the_gravest_failure_is_kept_and_of_equal_ones_the_first() {
+        let ring = |text: &str| invalid(text.to_owned());
+        let other = |text: &str| io::Error::other(text.to_owned());
+        for (errors, expected) in [
+            ([ring("a"), ring("b")], "a"),
+            ([ring("a"), other("b")], "b"),
+            ([other("a"), ring("b")], "a"),
+            ([other("a"), other("b")], "a"),
+        ] {
+            let mut failure = None;
+            errors.into_iter().for_each(|error| keep_first(&mut failure, error));
+            assert_eq!(failure.unwrap().to_string(), expected);
+        }
+    }
+}

@@ -139,6 +139,33 @@ fn rings_need_no_enabling_without_protocol_features() {
     }
 }
 
+/// A reset disables all rings, and such a front-end never enables one.
+#[test]
+fn a_kick_enables_a_ring_without_protocol_features() {
+    use Request::*;
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    for has_features in [false, true] {
+        let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
+        if has_features {
+            assert_eq!(scene.tell(&features, vec![]), Ended::Done);
+        }
+        let memory = scene.memory();
+        let place = addresses(USER_ADDR + 0x4000);
+        for (request, fds) in [
+            (SetMemTable(vec![region()]), memory),
+            (SetVringNum { index: 1, size: 16 }, vec![]),
+            (SetVringAddr { index: 1, addresses: place }, vec![]),
+            (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
+        ] {
+            assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+        }
+        assert_eq!(scene.connection.rings[1].is_running(), !has_features);
+        assert_eq!(scene.tell(&ResetDevice, vec![]), Ended::Done);
+        assert!(scene.connection.rings[1].is_stopped());
+    }
+    scene.end();
+}
+
 /// QEMU repeats the addresses of running rings when it logs their pages.
 #[test]
 fn a_running_ring_does_not_stop_when_its_addresses_are_repeated() {
@@ -241,6 +268,26 @@ fn an_end_waits_for_no_request_that_a_pause_waits_for() {
     scene.start();
     assert!(!scene.connection.stop_for_good(false));
     assert_eq!(kinds(&scene), [Some(StopKind::DriverGone); 2]);
+    scene.end();
+}
+
+/// A request that hangs would keep its queue from others until it ends.
+#[test]
+fn queues_go_on_at_once_when_a_pause_is_given_up() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let kinds = |scene: &Scene| -> Vec<Option<StopKind>> {
+        scene.connection.rings.iter().map(RingState::stop_kind).collect()
+    };
+    scene.connection.begin_pause();
+    assert_eq!(kinds(&scene), [Some(StopKind::Pause); 2]);
+    scene.woken.0.store(false, Ordering::Release);
+    scene.connection.begin_resume();
+    assert_eq!(kinds(&scene), [None; 2], "they still stop");
+    while scene.connection.resume().is_pending() {
+        scene.await_wake();
+    }
+    assert!(scene.connection.rings.iter().all(RingState::is_running));
     scene.end();
 }
 

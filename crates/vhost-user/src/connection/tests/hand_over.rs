@@ -1,12 +1,14 @@
 //! Sessions that are handed over from one process to another.
 
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use device::scsi::config::ScsiOptions;
 use rustix::event::PollFlags;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::super::super::channel::{Channel, MESSAGE_LIMIT};
 use super::super::super::session::{End, Session, SessionProgress};
@@ -354,6 +356,61 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     let error = refused.map(drop).unwrap_err().to_string();
     assert!(error.contains("this version does not offer"), "{error}");
     other.end();
+    scene.end();
+}
+
+/// Queues beyond those of the device would be forgotten.
+#[test]
+fn a_session_with_another_number_of_queues_is_refused() {
+    for queues in [1, QUEUES + 1] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        scene.connection.begin_pause();
+        scene.settle().unwrap();
+        let socket = UnixStream::pair().unwrap().0;
+        let mut channel = Channel::new(socket, Arc::clone(&scene.examiner));
+        channel.lend(true);
+        let mut fds = PassedFds::default();
+        let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
+        let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+        let options = BlkOptions { num_queues: queues, ..BlkOptions::default() };
+        let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
+        let other = Scene::of(device, 0);
+        let setup = other.connection.setup.clone();
+        let refused = Session::take_over(state, setup, &mut fds, Instant::now());
+        let error = refused.map(drop).unwrap_err().to_string();
+        assert_eq!(error, format!("the device has {queues} queues, not {QUEUES}"));
+        other.end();
+        scene.end();
+    }
+}
+
+/// The next process knows its connection, and which rings the driver has started.
+#[test]
+fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let stop = Request::GetVringBase { index: 1 };
+    assert!(matches!(scene.tell(&stop, vec![]), Ended::Answer(_)));
+    let (mut other, mut session, front_end) = take_over(&mut scene, 1 << 20);
+    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+    assert_eq!(states(&session), ["Running", "Stopped"]);
+    // The end of the back-end, as its own channel for messages.
+    let (code, body) = Request::SetBackendReqFd.encode();
+    let message = Header::new(code, body.len()).encode();
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [session.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let flags = SendFlags::empty();
+    sendmsg(&front_end, &[IoSlice::new(&message)], &mut control, flags).unwrap();
+    let ended = loop {
+        match session.progress(Instant::now()) {
+            SessionProgress::Waiting => other.await_wake(),
+            progress => break format!("{progress:?}"),
+        }
+    };
+    assert!(ended.contains("the front-end's own connection"), "{ended}");
+    drop(other);
     scene.end();
 }
 
