@@ -85,6 +85,8 @@ fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
         ("set", json!({})),
         ("stats", json!({})),
         ("metrics", json!({})),
+        ("log", json!({})),
+        ("process", json!({})),
         ("subscribe", json!({})),
     ];
     for (method, params) in &allowed {
