@@ -188,6 +188,17 @@ fn a_hanging_daemon_is_replaced(host: &Host) -> Result<()> {
         systemctl daemon-reload
         systemctl start ringhaul@vm1",
     )?;
+    // The process of an upgrade gives signs of life too.
+    host.run("ringhaul ctl upgrade /usr/bin/ringhaul")?;
+    let sign = || host.property(VM, "WatchdogTimestampMonotonic");
+    for _ in 0..4 {
+        let last = sign()?;
+        retry(LIMIT, || {
+            ensure!(sign()? != last, "it gives no sign of life");
+            Ok(())
+        })?;
+    }
+    ensure!(host.property(VM, "NRestarts")? == "0", "it was replaced although it lives");
     let process = host.process()?;
     host.run("systemctl kill --signal=STOP ringhaul@vm1")?;
     host.wait_for(VM, "NRestarts", "1")?;
