@@ -5,13 +5,17 @@ XTASK = $(CARGO) run --quiet --package xtask --
 LAB = $(CARGO) run --quiet --manifest-path lab/Cargo.toml --
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test setup check compare experiments clean
+.PHONY: help build install demo test setup check compare experiments clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 build: rust ## Build the program, which then names its commit (ringhaul version)
 	@RINGHAUL_COMMIT="$$(git describe --always --dirty 2>/dev/null)" $(CARGO) build --release
+
+install: ## Install that program, its manual and its units (PREFIX=/usr/local, DESTDIR=)
+	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" SYSCONFDIR="$(SYSCONFDIR)" BINARY="$(BINARY)" \
+		sh contrib/install.sh
 
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
 	@echo "Building Ringhaul without link-time optimisation: about a minute on two cores …"

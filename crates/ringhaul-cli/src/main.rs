@@ -5,6 +5,7 @@ mod demo;
 mod disk_command;
 #[cfg(feature = "jemalloc")]
 mod heap;
+mod manual;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -166,6 +167,12 @@ enum Command {
         /// The shell.
         shell: Shell,
     },
+    /// Write the pages of the manual into a folder, for packages.
+    #[command(hide = true)]
+    Manual {
+        /// The folder, which exists.
+        folder: PathBuf,
+    },
     /// Print the version, the commit, the features, and the engines of this machine.
     Version,
 }
@@ -254,6 +261,7 @@ fn main() -> ExitCode {
         }
         Command::Demo(args) => demo::run(&args),
         Command::Completions { shell } => print_completions(shell),
+        Command::Manual { folder } => manual::write(Cli::command(), &folder),
         Command::Version => print_version(),
     });
     let code = result.unwrap_or_else(|error| {

@@ -18,6 +18,7 @@ mod doctor;
 mod documented;
 mod format_warnings;
 mod held_writes;
+mod install;
 mod locks;
 mod log;
 mod members;

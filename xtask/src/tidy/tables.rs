@@ -198,7 +198,10 @@ pub(super) const FLOORS: &[Floors] = &[
             "serve",
         ],
     },
-    Floors { folder: "crates/ringhaul-cli/src", floors: &["heap", "demo", "disk_command", "ctl"] },
+    Floors {
+        folder: "crates/ringhaul-cli/src",
+        floors: &["heap", "demo", "disk_command", "manual", "ctl"],
+    },
 ];
 
 /// Abstract words in 1,000 words of comments or of a page. Each ceiling may only fall.
