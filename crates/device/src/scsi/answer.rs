@@ -174,3 +174,84 @@ fn write_failure(
         bytes[FIXED_RESPONSE_BYTES..][..data.len()].copy_from_slice(&data);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::access::persist::{FileError, ReservationStorage, Reservations};
+    use crate::access::sense::DiskUse;
+
+    /// The error of reservations whose file is a directory.
+    fn file_error() -> FileError {
+        let folder = tempfile::tempdir().unwrap();
+        let reservations = std::sync::Arc::<Reservations>::default();
+        let place = ReservationStorage::File(folder.path().to_owned());
+        reservations.store_in(place).map(drop).unwrap_err()
+    }
+
+    /// The numbers are those of the standards: virtio 1.3, section 5.6.6.1, SAM-6 and SPC-6.
+    #[test]
+    fn each_failure_has_its_response_its_status_and_its_sense() {
+        let disk = |kind: io::ErrorKind| Failure::Disk {
+            asked: DiskUse::FLUSH,
+            moved: 512,
+            sense: Sense::NO_SPACE,
+            source: kind.into(),
+        };
+        // Responses, statuses, and the sense key with its code and qualifier.
+        for (failure, response, status, sense) in [
+            (Failure::Check(Sense::UNKNOWN_OPCODE), 0, 0x02, Some([0x5, 0x20, 0x00])),
+            (disk(io::ErrorKind::StorageFull), 0, 0x02, Some([0x7, 0x27, 0x07])),
+            (Failure::NotSaved(file_error()), 0, 0x02, Some([0x4, 0x44, 0x00])),
+            (Failure::MemoryGone, 0, 0x02, Some([0x4, 0x44, 0x00])),
+            (Failure::Conflict, 0, 0x18, None),
+            (Failure::Busy, 0, 0x08, None),
+            (Failure::Overrun, 1, 0, None),
+            (Failure::Aborted(Abort::Aborted), 2, 0, None),
+            (Failure::BadTarget, 3, 0, None),
+            (Failure::Aborted(Abort::Reset), 4, 0, None),
+            (Failure::BOTH_WAYS, 9, 0, None),
+            (Failure::Chain(virtqueue::ChainFault::ReadableAfterWritable), 9, 0, None),
+        ] {
+            for (format, start) in [(Format::Fixed, 0x70), (Format::Descriptor, 0x72)] {
+                for room in [0, 4, 18, SENSE_BYTES] {
+                    let what = format!("{failure} {format:?} {room}");
+                    let mut bytes = [0; FIXED_RESPONSE_BYTES + SENSE_BYTES];
+                    write_failure(&failure, format, room, &mut bytes);
+                    assert_eq!((bytes[11], bytes[10]), (response, status), "{what}");
+                    let length = u32::from_le_bytes(bytes[..4].try_into().unwrap());
+                    let data = &bytes[FIXED_RESPONSE_BYTES..];
+                    let Some([key, code, qualifier]) = sense else {
+                        assert_eq!((length, data[0]), (0, 0), "{what}");
+                        continue;
+                    };
+                    let whole = if start == 0x70 { 18 } else { 8 + usize::from(data[7]) };
+                    assert_eq!(usize::try_from(length).unwrap(), whole.min(room), "{what}");
+                    let at = if start == 0x70 { [0, 2, 12, 13] } else { [0, 1, 2, 3] };
+                    assert_eq!(at.map(|at| data[at]), [start, key, code, qualifier], "{what}");
+                }
+            }
+        }
+    }
+
+    /// Drivers retry without end what they take for their own doing.
+    #[test]
+    fn each_failure_has_its_cause_and_its_place_in_the_log() {
+        use crate::ErrorCause::{Aborted, Invalid, Reserved, Unavailable};
+        for (failure, cause, is_expected) in [
+            (Failure::Check(Sense::UNKNOWN_OPCODE), Invalid, true),
+            (Failure::NotSaved(file_error()), Unavailable, false),
+            (Failure::MemoryGone, Unavailable, false),
+            (Failure::Conflict, Reserved, true),
+            (Failure::Busy, Unavailable, true),
+            (Failure::Overrun, Invalid, false),
+            (Failure::Aborted(Abort::Reset), Aborted, true),
+            (Failure::BadTarget, Invalid, true),
+            (Failure::BOTH_WAYS, Invalid, false),
+        ] {
+            assert_eq!((failure.cause(), failure.is_expected()), (cause, is_expected), "{failure}");
+        }
+    }
+}

@@ -397,6 +397,30 @@ fn reservations_are_handed_over_with_their_file() {
     }
 }
 
+/// The next process would otherwise take the old content of the file for the new one.
+#[test]
+fn a_file_whose_change_failed_is_written_again_after_a_hand_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("reservations");
+    let before = load(path.clone()).unwrap();
+    let nexuses = three(&before, APTPL);
+    let kept = fs::read_to_string(&path).unwrap();
+    let obstacle = folder.path().join("reservations.new");
+    fs::create_dir(&obstacle).unwrap();
+    send(&nexuses[0], RESERVE, WRITE_EXCLUSIVE, [1, 0], 0).unwrap_err();
+    fs::remove_dir(&obstacle).unwrap();
+    let after = Arc::new(Reservations::for_hand_over());
+    drop(after.store_in(ReservationStorage::File(path.clone())).unwrap());
+    let theirs = PORTS.map(|port| after.attach(port).unwrap());
+    let (state, file) = before.hand_over().unwrap();
+    after.take_over(state.clone(), file).unwrap();
+    assert_eq!(after.hand_over().unwrap().0, state, "the next process gets the same");
+    // As if the failed change had reached the file.
+    fs::write(&path, "half of it").unwrap();
+    send(&theirs[0], REGISTER, 0, [1, 1], APTPL).unwrap();
+    assert_eq!(fs::read_to_string(&path).unwrap(), kept);
+}
+
 /// A later export of the disk must not choose another place.
 #[test]
 fn the_place_of_reservations_is_handed_over() {

@@ -234,3 +234,26 @@ fn a_write_that_fails_halfway_names_the_block_where_it_did() {
     assert_eq!((sense[0], sense[2], sense[12]), (0xf0, 3, 0x0c));
     assert_eq!(sense[3..7], (100 + WRITTEN).to_be_bytes());
 }
+
+/// The device copies such data itself, into memory that is gone.
+#[test]
+fn data_that_does_not_arrive_is_no_success() {
+    const KEPT: u64 = RESPONSE + 0x2000;
+    virtqueue::install_sigbus_handler().unwrap();
+    let mut initiator = Initiator::new();
+    let mut request = vec![0; REQUEST_BYTES];
+    request[..8].copy_from_slice(&UNIT.bytes());
+    request[19..25].copy_from_slice(&[0x12, 0, 0, 0, 36, 0]);
+    initiator.scene.memory.write(DATA, &request).unwrap();
+    initiator.scene.memory_file.set_len(KEPT).unwrap();
+    let request = Desc::readable(DATA, u32::try_from(REQUEST_BYTES).unwrap());
+    let response = Desc::writable(RESPONSE, RESPONSE_BYTES);
+    initiator.scene.offer(&[request, response, Desc::writable(KEPT, 36)]);
+    let used = initiator.scene.answer();
+    assert_eq!(used.bytes, RESPONSE_BYTES);
+    let mut seen = [0; 12];
+    initiator.scene.memory.read(RESPONSE, &mut seen).unwrap();
+    assert_eq!((u32::from_le_bytes(seen[4..8].try_into().unwrap()), seen[10]), (36, 2));
+    let sense = initiator.raw_sense();
+    assert_eq!((sense[2], sense[12]), (4, 0x44));
+}
