@@ -235,11 +235,41 @@ fn every_visible_part_of_an_export_is_taken_over() {
     assert!(old.frontend.read(0, 8, 4096).unwrap() == [1; 4096]);
     // The old process no longer writes the state file, and refuses commands.
     assert!(old.daemon.handle(Command::Set(SettingsChange::default())).is_err());
+    let kept = std::fs::read(old.path("state")).unwrap();
+    let late = SettingsChange { poll_max_us: Some(9), ..SettingsChange::default() };
+    old.daemon.saved_state().unwrap().record_all(&[], &late).unwrap();
+    assert!(std::fs::read(old.path("state")).unwrap() == kept);
     old.set_limit(&new, 6000);
     drop(resumed);
     assert!(old.path("vm").exists() && old.path("scsi").exists());
     new.handle(Command::Remove(Removal::new("vm"))).unwrap();
     assert!(!old.path("vm").exists(), "the new process owns the socket");
+}
+
+/// Its disk answers only after the takeover, which does not wait for it.
+#[test]
+fn an_export_that_is_being_opened_is_opened_by_the_new_process() {
+    let old = Old::new();
+    let server = UnixListener::bind(old.path("nbd")).unwrap();
+    let late: ExportSpec = serde_json::from_value(json!({
+        "name": "late", "endpoint": { "path": old.path("late") },
+        "device": { "blk": { "nbd": { "socket": old.path("nbd"), "export": "" } } },
+    }))
+    .unwrap();
+    old.daemon.begin_add(vec![late.clone()]).unwrap();
+    let _asked = server.accept().unwrap();
+    let listener = UnixListener::bind(old.path("control")).unwrap();
+    let (new, _ending) = daemon();
+    std::thread::scope(|scope| {
+        let daemon = &old.daemon;
+        let handing_over = scope.spawn(move || serve_taker(daemon, listener.accept().unwrap().0));
+        let predecessor = Predecessor::ask(&old.path("control")).unwrap();
+        let (taken, ()) = predecessor.take(&new, || Ok(())).unwrap();
+        assert_eq!(handing_over.join().unwrap(), None);
+        assert_eq!(taken.opening, [late]);
+        taken.resume(&new);
+    });
+    drop(server);
 }
 
 /// The old process serves, obeys and saves as before, whenever and however the new one fails.
@@ -343,6 +373,20 @@ fn a_refused_takeover_has_its_reason_and_code() {
             assert!(refusal["message"].as_str().unwrap().contains(expected), "{refusal}");
         });
         assert!(error.unwrap().contains(expected));
+    }
+    // The command that has started the program is told, once.
+    let process = std::process::id();
+    for (formats, is_transient) in [(json!([1]), false), (json!(FORMATS), true)] {
+        old.daemon.ownership().start(|| (process, ()));
+        let _held = is_transient.then(|| old.daemon.ownership().begin_hand_over(0).unwrap());
+        let params = json!({ "formats": formats, "inflight-versions": [version], "version": "x" });
+        let error = old.take(|taker, _| {
+            taker.send(BEGIN, &params);
+            assert!(taker.answer()["error"].is_object());
+        });
+        let reason = Some(Refusal { why: error.unwrap(), is_transient });
+        assert_eq!(old.daemon.ownership().reason(process), reason);
+        assert_eq!(old.daemon.ownership().reason(process), None);
     }
     // The exports change between the two steps.
     let disk = json!({ "null": { "size-bytes": 512 } });
