@@ -6,14 +6,14 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ringhaul_options::{EngineChoice, parse_size};
+use ringhaul_options::{EngineChoice, parse_duration, parse_size};
 
 use crate::arrivals::RateProcess;
 use crate::engine_args::EngineArgs;
 use crate::error::BenchError;
 use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
-use crate::quantities::{CpuList, parse_duration};
+use crate::quantities::CpuList;
 use crate::scsi::lun::{LunAddress, LunChoice};
 
 /// The options of `ringhaul bench`.

@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use blockio::DiskSource;
 use clap::Parser;
-use ringhaul_options::EngineChoice;
+use ringhaul_options::{EngineChoice, parse_duration};
 
 use crate::args::{BenchArgs, OutputFormat};
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Rw};
-use crate::quantities::parse_duration;
 
 /// The workload for a disk.
 #[derive(Clone, Debug, clap::Args)]

@@ -4,6 +4,7 @@
 
 #[cfg(feature = "clap")]
 mod choices;
+mod duration;
 pub mod key_value;
 pub mod redact;
 
@@ -11,6 +12,7 @@ use std::num::IntErrorKind;
 
 #[cfg(feature = "clap")]
 pub use choices::{CompletionRingChoice, EngineChoice, OnOff, ineffective_warning};
+pub use duration::parse_duration;
 
 /// Parses a number of bytes such as `512`, `4k`, `64G` or `2GiB`. The suffixes are K, M, G, T and
 /// P, in either case, and may end in `iB`, `i` or `B`. All of them are powers of 1024, as in fio.
