@@ -295,7 +295,7 @@ fn write_waits(text: &mut Text, exports: &[ExportStats]) {
 fn write_threads(text: &mut Text, threads: &[LoopStats]) {
     /// Name, help and value of a counter.
     type Row = (&'static str, &'static str, fn(&LoopStats) -> String);
-    let rows: [Row; 8] = [
+    let rows: [Row; 12] = [
         ("ringhaul_iothread_cpu_seconds_total", "CPU time, busy-polling included.", |t| {
             Seconds(t.cpu_ns).to_string()
         }),
@@ -315,6 +315,20 @@ fn write_threads(text: &mut Text, threads: &[LoopStats]) {
             |t| Seconds(t.poll_useless_ns).to_string(),
         ),
         ("ringhaul_iothread_turns_total", "Turns of the loop.", |t| t.turns.to_string()),
+        ("ringhaul_iothread_submits_total", "Submits.", |t| t.submits.to_string()),
+        (
+            "ringhaul_iothread_submitted_operations_total",
+            "Operations that submits have given to the kernel.",
+            |t| t.submitted.to_string(),
+        ),
+        ("ringhaul_iothread_harvests_total", "Harvests that found completions.", |t| {
+            t.harvests.to_string()
+        }),
+        (
+            "ringhaul_iothread_harvested_operations_total",
+            "Completions that harvests have found.",
+            |t| t.harvested.to_string(),
+        ),
         (
             "ringhaul_iothread_bounced_requests_total",
             "Requests with memory that the disk cannot take as it is.",

@@ -146,6 +146,10 @@ pub struct LoopStats {
     pub polled: u64,
     /// Submits that the kernel refused because it lacked resources.
     pub submits_refused: u64,
+    /// Harvests that found completions.
+    pub harvests: u64,
+    /// Completions that they have found.
+    pub harvested: u64,
     /// Completions that one harvest found.
     pub harvested_at_once: Percentiles,
     /// Operations that a library has completed instead of the kernel, such as that of Ceph.
@@ -154,6 +158,10 @@ pub struct LoopStats {
     pub foreign_at_once: Percentiles,
     /// Wake-ups of the loop by another thread, for these operations or any other reason.
     pub woken: u64,
+    /// Submits.
+    pub submits: u64,
+    /// Operations that they have given to the kernel.
+    pub submitted: u64,
     /// Operations in one submit.
     pub submitted_at_once: Percentiles,
     /// Requests with memory that the disk cannot take as it is.
@@ -243,10 +251,14 @@ impl LoopStats {
             poll_useless_ns: stats.poll_useless_ns.get(),
             polled: stats.polled.get(),
             submits_refused: stats.submit_again.get(),
+            harvests: stats.harvested_at_once.count(),
+            harvested: stats.harvested_at_once.sum(),
             harvested_at_once: Percentiles::from(&stats.harvested_at_once),
             foreign: stats.foreign_at_once.sum(),
             foreign_at_once: Percentiles::from(&stats.foreign_at_once),
             woken: stats.woken.get(),
+            submits: stats.submitted_at_once.count(),
+            submitted: stats.submitted_at_once.sum(),
             submitted_at_once: Percentiles::from(&stats.submitted_at_once),
             bounced: stats.bounced.get(),
             bounce_memory: MemoryUse::from(&stats.bounce),
