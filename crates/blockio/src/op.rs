@@ -319,8 +319,12 @@ impl Slots {
                     let what = (op.kind, op.buffers.bytes());
                     self.lanes.release(op.file.lane(), slot.units, what);
                 }
+                let latency_ns = slot.submitted.map(|then| nanoseconds(now - then));
+                if let Some(latency_ns) = latency_ns {
+                    stats.slow.note_operation(now, latency_ns);
+                }
                 if let Some(stats) = stats_of(stats, op.kind) {
-                    record(stats, result, slot.submitted.map(|then| now - then));
+                    record(stats, result, latency_ns);
                 }
             }
             Body::Foreign(_) => self.foreign -= 1,
@@ -422,14 +426,14 @@ fn stats_of(stats: &Stats, kind: OpKind) -> Option<&OpStats> {
     }
 }
 
-fn record(stats: &OpStats, result: i64, latency: Option<std::time::Duration>) {
+fn record(stats: &OpStats, result: i64, latency_ns: Option<u64>) {
     stats.ops.add(1);
     match u64::try_from(result) {
         Ok(bytes) => stats.bytes.add(bytes),
         Err(_) => stats.errors.add(1),
     }
-    if let Some(latency) = latency {
-        stats.latency_ns.record(nanoseconds(latency));
+    if let Some(latency_ns) = latency_ns {
+        stats.latency_ns.record(latency_ns);
     }
 }
 

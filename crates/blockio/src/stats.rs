@@ -4,6 +4,9 @@
 //! read-modify-write. Any thread may read it at any time, and sees values that are at most a little
 //! old.
 
+mod slow;
+mod time;
+
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -11,6 +14,9 @@ use std::time::Duration;
 
 use crate::executor::sync::atomic::{AtomicU64, Ordering};
 use iomem::fits;
+
+pub use slow::{Cause, SlowCauses};
+pub(crate) use time::nanoseconds;
 
 /// A count that one thread writes and any thread reads.
 #[derive(Debug, Default)]
@@ -340,6 +346,8 @@ pub struct Stats {
     pub rounds: Counter,
     /// System calls.
     pub syscalls: Syscalls,
+    /// The causes of slow requests.
+    pub slow: SlowCauses,
     /// The descriptor of the present submit plus one; 0 if there is none.
     submit: Gauge,
 }
@@ -393,11 +401,6 @@ impl Stats {
         // During the submit, the descriptor stays that of the file.
         (self.submit.get() == descriptor).then_some(file)
     }
-}
-
-/// Nanoseconds of `duration`, saturating.
-pub(crate) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

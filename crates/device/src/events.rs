@@ -1,10 +1,12 @@
 //! Failures and notable events of a device, for a log with limits or for counters.
 
 use std::error::Error;
-use std::io;
+use std::time::Duration;
+use std::{fmt, io};
 
 use virtqueue::{ChainFault, QueueError, Recovery};
 
+use crate::stats::RequestKind;
 use crate::unit_address::UnitAddress;
 
 /// Receives failures and notable events of a device. Guests can cause most of them at will, so an
@@ -15,6 +17,14 @@ use crate::unit_address::UnitAddress;
 pub trait Events: Send + Sync {
     /// A request was answered with an error status because of `error`.
     fn request_failed(&self, error: &dyn Error);
+
+    /// The time from which a request is slow. `None`: no request is slow. Read when a queue starts.
+    fn slow_from(&self) -> Option<Duration> {
+        None
+    }
+
+    /// A slow request is about to be answered.
+    fn request_slow(&self, _request: &SlowRequest) {}
 
     /// A queue takes no chains until it is stopped and started again.
     fn queue_stopped(&self, queue: u16, fault: &QueueFault);
@@ -43,6 +53,42 @@ pub trait Events: Send + Sync {
     /// A call did not return and was interrupted. From now on all calls of the device are made in a
     /// way that cannot wait.
     fn call_cut_short(&self);
+}
+
+/// A request that took long from the device's sight of it to its answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlowRequest {
+    /// The kind of the request.
+    pub kind: RequestKind,
+    /// The sector of 512 bytes at which it begins, if it names one.
+    pub sector: Option<u64>,
+    /// The time that it took.
+    pub took: Duration,
+    /// The last long wait of the IoThread for limits or for a retry that ended in this time.
+    pub waited: Duration,
+    /// The last long operation of the kernel for the IoThread that ended in this time.
+    pub in_kernel: Duration,
+}
+
+/// Formats the request with the phase that took most of the time.
+impl fmt::Display for SlowRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, sector, took, waited, in_kernel } = self;
+        write!(f, "slow request: {}", kind.name())?;
+        if let Some(sector) = sector {
+            write!(f, " at sector {sector}")?;
+        }
+        let (phase, part) = if *waited * 2 >= *took {
+            ("a wait for limits or for a retry", waited)
+        } else if *in_kernel * 2 >= *took {
+            ("an operation of the kernel on the disk", in_kernel)
+        } else {
+            // Disks of drivers, such as RBD, have no operations of the kernel.
+            let phase = "the disk's server or image, other requests before it, or a busy CPU";
+            return write!(f, " took {took:.1?}, mainly for {phase}");
+        };
+        write!(f, " took {took:.1?}, {part:.1?} of it for {phase}")
+    }
 }
 
 /// Log text for [`Events::queue_continued`].
@@ -131,5 +177,25 @@ impl Events for LogEvents {
 
     fn call_cut_short(&self) {
         tracing::warn!(device = self.name, "a call did not return and was interrupted");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_request_names_the_phase_that_took_the_time() {
+        let ms = Duration::from_millis;
+        let text = |waited, in_kernel, sector| {
+            let (kind, took) = (RequestKind::Read, ms(900));
+            let (waited, in_kernel) = (ms(waited), ms(in_kernel));
+            SlowRequest { kind, sector, took, waited, in_kernel }.to_string()
+        };
+        let wait = "slow request: a read at sector 8 took 900.0ms, 700.0ms of it for a wait";
+        assert!(text(700, 900, Some(8)).starts_with(wait), "{}", text(700, 900, Some(8)));
+        assert!(text(400, 500, Some(8)).contains("500.0ms of it for an operation of the kernel"));
+        let text = text(400, 0, None);
+        assert!(text.contains("a read took 900.0ms, mainly for the disk's server"), "{text}");
     }
 }

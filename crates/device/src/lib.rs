@@ -27,6 +27,7 @@ pub use blockio::oneshot;
 pub use device::{Device, Negotiated, QueueRole};
 pub use events::{
     Events, KICK_NOT_WATCHED_TEXT, LogEvents, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT,
+    SlowRequest,
 };
 pub use hand_over::DeviceState;
 pub use queue::QueueHandle;

@@ -201,6 +201,9 @@ impl Queue {
                 clock: io.clock(),
             },
         });
+        if let Some(slow) = queue.reports.events.slow_from() {
+            queue.set_slow(slow);
+        }
         io.share(key(&status), &queue);
         Ok((queue, QueueHandle { thread: io.remote(), status }))
     }

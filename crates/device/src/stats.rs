@@ -8,6 +8,7 @@ mod latency;
 
 use std::fmt;
 use std::ops::{AddAssign, Index};
+use std::time::Duration;
 
 use blockio::stats::{Counter, Peak};
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,18 @@ impl RequestKind {
     /// All kinds.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::Other];
+
+    /// The name in a sentence.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Read => "a read",
+            Self::Write => "a write",
+            Self::Flush => "a flush",
+            Self::Discard => "a discard",
+            Self::WriteZeroes => "a write of zeroes",
+            Self::Other => "another request",
+        }
+    }
 }
 
 /// The cause of an error status.
@@ -113,20 +126,31 @@ pub struct QueueStats {
 }
 
 impl QueueStats {
-    /// Counts a successful request and its bytes. Only the thread that serves the queue may call
-    /// it.
+    /// Counts a successful request and its bytes. Returns true if it was slow. Only the thread that
+    /// serves the queue may call it.
     #[inline]
-    pub(crate) fn count(&self, kind: RequestKind, latency_ns: u64, bytes: u64) {
+    pub(crate) fn count(&self, kind: RequestKind, latency_ns: u64, bytes: u64) -> bool {
         let stats = &self.kinds[kind as usize];
-        stats.latency.record(latency_ns);
         stats.bytes.add(bytes);
+        stats.latency.record(latency_ns)
     }
 
-    /// Counts a failed request. Only the thread that serves the queue may call it.
-    pub(crate) fn count_error(&self, kind: RequestKind, latency_ns: u64, cause: ErrorCause) {
+    /// Counts a failed request. Returns true if it was slow. Only the thread that serves the queue
+    /// may call it.
+    pub(crate) fn count_error(
+        &self,
+        kind: RequestKind,
+        latency_ns: u64,
+        cause: ErrorCause,
+    ) -> bool {
         let stats = &self.kinds[kind as usize];
-        stats.latency.record(latency_ns);
         stats.errors[cause as usize].add(1);
+        stats.latency.record(latency_ns)
+    }
+
+    /// Requests of this time and above are slow.
+    pub(crate) fn set_slow(&self, slow: Duration) {
+        self.kinds.iter().for_each(|stats| stats.latency.set_slow(slow));
     }
 
     /// The present totals.
@@ -137,7 +161,7 @@ impl QueueStats {
 
     /// Takes the greatest depth and latencies since they were last taken.
     pub(crate) fn take_peaks(&self) -> Peaks {
-        let longest_ns = self.kinds.each_ref().map(|stats| stats.latency.longest_ns.take());
+        let longest_ns = self.kinds.each_ref().map(|stats| stats.latency.take_longest_ns());
         Peaks { depth: self.depth_peak.take(), longest_ns }
     }
 }
@@ -278,7 +302,9 @@ mod tests {
                 stats.count(kind, 1_000 * number, 512);
             }
             for (cause, count) in ErrorCause::ALL.into_iter().zip(1..) {
-                (0..count).for_each(|_| stats.count_error(kind, 0, cause));
+                for _ in 0..count {
+                    stats.count_error(kind, 0, cause);
+                }
             }
         }
         let mut sum = stats.totals();

@@ -196,7 +196,8 @@ impl Daemon {
         endpoint: Option<Endpoint>,
     ) -> Result<ExportSetup, FailedExport> {
         let spec = export.spec();
-        let log = Arc::new(ExportLog::new(spec.name()).with_subscribers(self.subscribers.clone()));
+        let log = ExportLog::new(spec.name()).with_subscribers(self.subscribers.clone());
+        let log = Arc::new(log.with_slow_requests(self.args.slow_request));
         let (disks, device, threads) = match self.make_device(spec, disks, &log) {
             Ok(made) => made,
             Err(error) => return Err(export.fail(error)),

@@ -16,7 +16,7 @@ use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use disks::spec::completions;
 use ringhaul_options::key_value::{Parts, split_at_commas};
-use ringhaul_options::{EngineChoice, OnOff, parse_size};
+use ringhaul_options::{EngineChoice, OnOff, parse_duration, parse_size};
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
@@ -248,6 +248,10 @@ pub struct ServeArgs {
     #[arg(help_heading = "Threads and engines", long, value_name = "US",
           default_value_t = IoThreadConfig::SLICE_US, value_parser = parse_slice)]
     pub slice_us: u32,
+    /// Log requests that take at least this time, such as 500ms or 2s: the operation, the sector,
+    /// and the phase that took most of the time. A few lines a minute are logged.
+    #[arg(help_heading = "Log", long, value_name = "DURATION", value_parser = parse_duration)]
+    pub slow_request: Option<Duration>,
     /// The engine that carries operations to the kernel.
     ///
     /// `auto` tries the engines on the disk and

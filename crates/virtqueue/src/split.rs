@@ -3,7 +3,7 @@
 //! Setup checks the rings once; then host pointers access them. The avail idx is read on request,
 //! and when all announced chains are popped. The used idx is written once per batch.
 
-mod put_back;
+mod popped;
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};

@@ -33,6 +33,7 @@ mod secrets;
 mod service_manager;
 mod service_units;
 mod shutdown;
+mod slow_requests;
 mod socat;
 mod sockets;
 mod takeover;

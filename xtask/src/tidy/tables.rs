@@ -146,8 +146,8 @@ pub(super) const FLOORS: &[Floors] = &[
         floors: &[
             "unit_address",
             "access",
-            "events",
             "stats",
+            "events",
             "queue",
             "device_core",
             "blk",

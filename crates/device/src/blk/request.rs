@@ -146,20 +146,23 @@ impl Handler for Blk {
                 Some(fault) => (RequestKind::Other, Err(fault.into()), 0),
             };
             // Data read from memory that is gone was zeroes; data written there is lost.
-            match result {
+            let is_slow = match result {
                 Ok(_) if !chain.memory.is_intact() => {
                     let error = RequestError::MemoryGone;
-                    queue.fail(kind, popped, (error.cause(), &error));
                     status.write(error.status());
+                    queue.fail(kind, popped, (error.cause(), &error))
                 }
                 Ok(bytes) => {
-                    queue.count(kind, popped, bytes);
                     status.write(S_OK);
+                    queue.count(kind, popped, bytes)
                 }
                 Err(error) => {
-                    queue.fail(kind, popped, (error.cause(), &error));
                     status.write(error.status());
+                    queue.fail(kind, popped, (error.cause(), &error))
                 }
+            };
+            if is_slow {
+                queue.report_slow(kind, popped, queue.look_up_sector(kind, head));
             }
             let Ok(written) = u32::try_from(written) else {
                 unreachable!("chains are below 4 GiB")

@@ -1,8 +1,12 @@
 //! The events and counts of a queue, and the latency of its requests.
 
 use std::error::Error;
+use std::time::Duration;
+
+use blockio::stats::Cause;
 
 use super::Queue;
+use crate::events::SlowRequest;
 use crate::stats::{ErrorCause, RequestKind};
 
 /// The time of a chain's pop, in nanoseconds of the loop's clock.
@@ -22,29 +26,70 @@ impl Queue {
         self.reports.clock.nanoseconds() - popped.0
     }
 
-    /// Counts a successful request that is about to be pushed, and its bytes.
+    /// Counts a successful request that is about to be pushed, and its bytes. Returns true if it
+    /// was [slow](Self::report_slow).
     #[inline]
-    pub(crate) fn count(&self, kind: RequestKind, popped: PopTime, bytes: u64) {
-        self.reports.requests.count(kind, self.latency_ns(popped), bytes);
+    pub(crate) fn count(&self, kind: RequestKind, popped: PopTime, bytes: u64) -> bool {
+        self.reports.requests.count(kind, self.latency_ns(popped), bytes)
     }
 
     /// Counts a request that is about to be pushed with an error status. It is not reported: the
-    /// driver asked for something that a device need not support.
+    /// driver asked for something that a device need not support. Returns true if it was slow.
     #[cold]
-    pub(crate) fn refuse(&self, kind: RequestKind, popped: PopTime, cause: ErrorCause) {
-        self.reports.requests.count_error(kind, self.latency_ns(popped), cause);
+    pub(crate) fn refuse(&self, kind: RequestKind, popped: PopTime, cause: ErrorCause) -> bool {
+        self.reports.requests.count_error(kind, self.latency_ns(popped), cause)
     }
 
-    /// Counts a request that is about to be pushed with an error status, and reports it.
+    /// Counts a request that is about to be pushed with an error status, and reports it. Returns
+    /// true if it was slow.
     #[cold]
     pub(crate) fn fail(
         &self,
         kind: RequestKind,
         popped: PopTime,
         (cause, error): (ErrorCause, &dyn Error),
-    ) {
-        self.refuse(kind, popped, cause);
+    ) -> bool {
+        let is_slow = self.refuse(kind, popped, cause);
         self.reports.events.request_failed(error);
+        is_slow
+    }
+
+    /// Reports a slow request, with the sector that it begins at.
+    #[cold]
+    pub(crate) fn report_slow(&self, kind: RequestKind, popped: PopTime, sector: Option<u64>) {
+        let took = Duration::from_nanos(self.latency_ns(popped));
+        let now = self.reports.clock.recently();
+        let since = now - took;
+        let of = |cause: Option<Cause>| {
+            let cause = cause.filter(|cause| cause.ended >= since);
+            cause.map_or(Duration::ZERO, |cause| cause.took.min(took))
+        };
+        let slow = &self.reports.stats.slow;
+        self.reports.events.request_slow(&SlowRequest {
+            kind,
+            sector,
+            took,
+            waited: of(slow.wait()),
+            in_kernel: of(slow.operation()),
+        });
+    }
+
+    /// The sector in the header of a virtio-blk request that was popped and is not answered. `None`
+    /// if the request has none there, or the driver has taken the header away.
+    #[cold]
+    pub(crate) fn look_up_sector(&self, kind: RequestKind, head: u16) -> Option<u64> {
+        if !matches!(kind, RequestKind::Read | RequestKind::Write) {
+            return None;
+        }
+        let [.., s0, s1, s2, s3, s4, s5, s6, s7] = self.ring.borrow().header::<16>(head)?;
+        Some(u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]))
+    }
+
+    /// Makes requests of this time and above slow.
+    pub(super) fn set_slow(&self, slow: Duration) {
+        self.reports.requests.set_slow(slow);
+        // A cause of less than half the time is not worth a word.
+        self.reports.stats.slow.set_least(slow / 2);
     }
 
     /// Reports that the driver's kicks are not received.

@@ -93,7 +93,9 @@ impl Request {
         let response_bytes = self.response.bytes();
         let moved = match done {
             Ok(done) if abort.is_none() && memory.is_intact() => {
-                queue.count(kind, self.popped, done.medium_bytes);
+                if queue.count(kind, self.popped, done.medium_bytes) {
+                    self.report_slow(queue, kind);
+                }
                 if done.moved == all {
                     self.response.zero();
                 } else {
@@ -131,12 +133,22 @@ impl Request {
         let [out, into] = self.room;
         bytes[RESIDUAL].copy_from_slice(&residual(out + into - moved));
         self.response.write(&bytes);
-        if failure.is_expected() {
-            queue.refuse(kind, self.popped, failure.cause());
+        let is_slow = if failure.is_expected() {
+            queue.refuse(kind, self.popped, failure.cause())
         } else {
-            queue.fail(kind, self.popped, (failure.cause(), &failure));
+            queue.fail(kind, self.popped, (failure.cause(), &failure))
+        };
+        if is_slow {
+            self.report_slow(queue, kind);
         }
         moved
+    }
+
+    #[cold]
+    fn report_slow(&self, queue: &Queue, kind: RequestKind) {
+        let has_range = matches!(kind, RequestKind::Read | RequestKind::Write);
+        let sector = has_range.then_some(self.range.offset / 512);
+        queue.report_slow(kind, self.popped, sector);
     }
 }
 

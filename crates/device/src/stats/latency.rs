@@ -2,8 +2,10 @@
 
 use std::array;
 use std::ops::AddAssign;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use blockio::stats::{Counter, Peak};
+use blockio::stats::Counter;
 use serde::{Deserialize, Serialize};
 
 /// The number of finite bounds. Another bucket holds longer latencies.
@@ -37,24 +39,62 @@ fn bucket_of(ns: u64) -> usize {
 pub struct LatencyStats {
     buckets: [Counter; BUCKETS],
     sum_ns: Counter,
-    /// The longest latency in nanoseconds.
-    pub longest_ns: Peak,
+    /// A latency above this is the longest so far, or slow. One comparison serves both.
+    notable_ns: AtomicU64,
+    longest_ns: AtomicU64,
+    /// The least slow latency; the largest number if none is slow.
+    slow_ns: AtomicU64,
 }
 
 impl Default for LatencyStats {
     fn default() -> Self {
         let buckets = array::from_fn(|_| Counter::default());
-        Self { buckets, sum_ns: Counter::default(), longest_ns: Peak::default() }
+        Self {
+            buckets,
+            sum_ns: Counter::default(),
+            notable_ns: AtomicU64::new(0),
+            longest_ns: AtomicU64::new(0),
+            slow_ns: AtomicU64::new(u64::MAX),
+        }
     }
 }
 
 impl LatencyStats {
-    /// Counts a latency. Only the owning thread may call it.
+    /// Counts a latency. Returns true if it is slow. Only the owning thread may call it.
     #[inline]
-    pub fn record(&self, ns: u64) {
+    pub fn record(&self, ns: u64) -> bool {
         self.buckets[bucket_of(ns)].add(1);
         self.sum_ns.add(ns);
-        self.longest_ns.note(ns);
+        ns > self.notable_ns.load(Ordering::Relaxed) && self.note(ns)
+    }
+
+    #[cold]
+    fn note(&self, ns: u64) -> bool {
+        let slow_ns = self.slow_ns.load(Ordering::Relaxed);
+        let longest_ns = self.longest_ns.load(Ordering::SeqCst).max(ns);
+        self.longest_ns.store(longest_ns, Ordering::SeqCst);
+        self.notable_ns.store(longest_ns.min(slow_ns - 1), Ordering::SeqCst);
+        // A reader may have taken the longest one in between.
+        if self.longest_ns.load(Ordering::SeqCst) != longest_ns {
+            self.notable_ns.store(0, Ordering::SeqCst);
+        }
+        ns >= slow_ns
+    }
+
+    /// Takes the longest latency in nanoseconds: the next one begins at 0. Any thread may call it.
+    /// A latency that comes at the same time counts before or after it.
+    #[must_use]
+    pub(super) fn take_longest_ns(&self) -> u64 {
+        let longest_ns = self.longest_ns.swap(0, Ordering::SeqCst);
+        self.notable_ns.store(0, Ordering::SeqCst);
+        longest_ns
+    }
+
+    /// Latencies from this one on are slow.
+    pub(super) fn set_slow(&self, slow: Duration) {
+        let slow_ns = u64::try_from(slow.as_nanos()).unwrap_or(u64::MAX).max(1);
+        self.slow_ns.store(slow_ns, Ordering::Relaxed);
+        self.notable_ns.store(0, Ordering::SeqCst);
     }
 
     /// The latencies so far.
@@ -119,15 +159,30 @@ mod tests {
     #[test]
     fn latencies_have_their_sum_their_count_and_the_longest_since_the_last_reading() {
         let stats = LatencyStats::default();
-        [3_000, 5_000, 20_000_000_000, 0].into_iter().for_each(|ns| stats.record(ns));
+        let is_slow = [3_000, 5_000, 20_000_000_000, 0].map(|ns| stats.record(ns));
+        assert_eq!(is_slow, [false; 4]);
         let mut latency = stats.values();
         assert_eq!((latency.count(), latency.sum_ns()), (4, 20_000_008_000));
         assert_eq!(latency.buckets()[..2], [2, 1]);
         assert_eq!(latency.buckets()[LATENCY_BOUNDS], 1);
-        assert_eq!(stats.longest_ns.take(), 20_000_000_000);
+        assert_eq!(stats.take_longest_ns(), 20_000_000_000);
         stats.record(9);
-        assert_eq!(stats.longest_ns.take(), 9);
+        assert_eq!(stats.take_longest_ns(), 9);
         latency += stats.values();
         assert_eq!((latency.count(), latency.sum_ns()), (9, 40_000_016_009));
+    }
+
+    #[test]
+    fn every_slow_latency_is_told_and_the_longest_is_kept() {
+        let stats = LatencyStats::default();
+        stats.record(50);
+        stats.set_slow(Duration::from_nanos(100));
+        for (ns, is_slow) in [(99, false), (100, true), (100, true), (7, false), (300, true)] {
+            assert_eq!(stats.record(ns), is_slow, "{ns}");
+        }
+        assert!(stats.record(200), "also below the longest one");
+        assert_eq!(stats.take_longest_ns(), 300);
+        assert!(!stats.record(99) && stats.record(150));
+        assert_eq!(stats.take_longest_ns(), 150);
     }
 }

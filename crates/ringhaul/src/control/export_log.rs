@@ -3,9 +3,13 @@
 use std::error::Error;
 use std::fmt::Display;
 use std::io;
+use std::time::Duration;
 
 use device::unit_address::UnitAddress;
-use device::{Events, KICK_NOT_WATCHED_TEXT, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT};
+use device::{
+    Events, KICK_NOT_WATCHED_TEXT, QUEUE_CONTINUED_TEXT, QueueFault, REQUESTS_HELD_TEXT,
+    SlowRequest,
+};
 use virtqueue::Recovery;
 
 use crate::control::subscribers::{EventDetails, ExportEvent, Subscribers};
@@ -21,6 +25,10 @@ pub struct ExportLog {
     faults: RateLimit,
     /// The limit on lines about front-ends that connect and disconnect.
     sessions: RateLimit,
+    /// The limit on lines about slow requests.
+    slow: RateLimit,
+    /// The time from which a request is slow.
+    slow_from: Option<Duration>,
     /// The clients that subscribed to events.
     subscribers: Option<Subscribers>,
 }
@@ -30,8 +38,14 @@ impl ExportLog {
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         let limit = RateLimit::default;
-        let (errors, faults, sessions) = (limit(), limit(), limit());
-        Self { name: name.into(), errors, faults, sessions, subscribers: None }
+        let (errors, faults, sessions, slow) = (limit(), limit(), limit(), limit());
+        let (slow_from, subscribers) = (None, None);
+        Self { name: name.into(), errors, faults, sessions, slow, slow_from, subscribers }
+    }
+
+    /// Logs requests that take at least this time.
+    pub(crate) fn with_slow_requests(self, slow_from: Option<Duration>) -> Self {
+        Self { slow_from, ..self }
     }
 
     /// Sends events to subscribers, too.
@@ -94,6 +108,16 @@ impl Events for ExportLog {
         if let Some(left_out) = self.errors.permit() {
             tracing::warn!(export = self.name, left_out, "a request failed: {error}");
             self.report_error(&format_args!("a request failed: {error}"), left_out);
+        }
+    }
+
+    fn slow_from(&self) -> Option<Duration> {
+        self.slow_from
+    }
+
+    fn request_slow(&self, request: &SlowRequest) {
+        if let Some(left_out) = self.slow.permit() {
+            tracing::warn!(export = self.name, left_out, "{request}");
         }
     }
 

@@ -229,6 +229,27 @@ fn indirect_tables_may_follow_descriptors_and_be_longer_than_the_queue() {
     }
 }
 
+/// A popped chain is looked at again, in the queue's table or in one of its own.
+#[test]
+fn the_header_of_a_popped_chain_is_read_again() {
+    let mut ring = new_ring(16, false);
+    ring.memory.write(ISLAND, b"header+body").unwrap();
+    ring.desc(5, (ISLAND, 11, 0, 0));
+    ring.offer(5);
+    ring.table(TABLE, 0, &[(ISLAND + 1, 7, 0), (ISLAND, 4, 0)]);
+    ring.desc(6, (TABLE, 32, F_INDIRECT, 0));
+    ring.offer(6);
+    ring.desc(7, (HOLE, 11, 0, 0));
+    let mut queue = ring.queue();
+    assert_eq!((pop(&mut queue).head, pop(&mut queue).head), (5, 6));
+    assert_eq!(queue.header(5), Some(*b"header+"));
+    assert_eq!(queue.header(6), Some(*b"eader+b"));
+    assert_eq!(queue.header::<8>(6), None, "its first buffer is shorter");
+    assert_eq!(queue.header::<7>(7), None, "the driver has changed it");
+    // A second look pops nothing.
+    assert_eq!((queue.in_device(), queue.next_avail()), (2, 2));
+}
+
 #[test]
 fn an_indirect_table_may_cross_regions() {
     let mut ring = new_ring(16, false);

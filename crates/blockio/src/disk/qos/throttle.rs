@@ -19,6 +19,7 @@ use super::{Rules, Shared};
 use crate::clock;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::executor::sync::Lock;
+use crate::stats::Stats;
 use crate::thread::io::Io;
 
 /// The most bytes of a transfer that a stopping queue finishes if it may leave the rest.
@@ -100,19 +101,27 @@ impl Requester for NoRequester {
 /// A request at the gate, which may be waiting.
 struct WaitingRequest<'a> {
     requester: &'a dyn Requester,
-    waits: Cell<bool>,
+    stats: &'a Stats,
+    /// The start of the wait.
+    waits: Cell<Option<Instant>>,
     /// The requests that wait for the same reason, if they are counted here.
     count: Option<&'a Lock<WaitCount>>,
 }
 
 impl<'a> WaitingRequest<'a> {
-    fn new(requester: &'a dyn Requester, count: Option<&'a Lock<WaitCount>>) -> Self {
-        Self { requester, waits: Cell::new(false), count }
+    fn new(
+        requester: &'a dyn Requester,
+        stats: &'a Stats,
+        count: Option<&'a Lock<WaitCount>>,
+    ) -> Self {
+        Self { requester, stats, waits: Cell::new(None), count }
     }
 
     fn wait(&self) {
-        if !self.waits.replace(true) {
-            self.count.iter().for_each(|count| count.lock().begin(clock::now()));
+        if self.waits.get().is_none() {
+            let now = clock::now();
+            self.waits.set(Some(now));
+            self.count.iter().for_each(|count| count.lock().begin(now));
             self.requester.on_wait();
         }
     }
@@ -123,11 +132,11 @@ impl<'a> WaitingRequest<'a> {
 
     /// Returns true if the request has waited.
     fn end(&self) -> bool {
-        let has_waited = self.waits.replace(false);
-        if has_waited {
-            self.count.iter().for_each(|count| count.lock().end(clock::now()));
-        }
-        has_waited
+        let Some(since) = self.waits.take() else { return false };
+        let now = clock::now();
+        self.count.iter().for_each(|count| count.lock().end(now));
+        self.stats.slow.note_wait(now, now.saturating_duration_since(since));
+        true
     }
 }
 
@@ -255,7 +264,7 @@ impl Gate {
         if rules.own.is_none() && rules.shared.is_none() {
             return Ok(());
         }
-        let place = WaitingRequest::new(requester, Some(&self.shared.throttled));
+        let place = WaitingRequest::new(requester, self.io.stats(), Some(&self.shared.throttled));
         while !self.take_turn(&place, direction, bytes).await? {
             self.wait_until_open(&place).await?;
         }
@@ -332,7 +341,7 @@ impl Gate {
                 || self.shared.generation() != generation
                 || matches!(self.wait_mode.get(), WaitMode::Never | WaitMode::Frozen)
         };
-        let place = WaitingRequest::new(requester, None);
+        let place = WaitingRequest::new(requester, self.io.stats(), None);
         self.wait_until(&place, now + pause, changed).await?;
         self.wait_until_open(&place).await?;
         if self.wait_mode.get() == WaitMode::Never {
@@ -372,7 +381,7 @@ impl Gate {
         requester: &dyn Requester,
         direction: Direction,
     ) -> io::Result<()> {
-        let place = WaitingRequest::new(requester, None);
+        let place = WaitingRequest::new(requester, self.io.stats(), None);
         self.wait_until_open(&place).await?;
         place.resume(direction).await
     }

@@ -1,0 +1,40 @@
+//! Popped chains: the way back into the ring, and a second look at the header.
+
+use super::SplitQueue;
+use crate::memory::{DESC_F_INDIRECT, DESCRIPTOR_BYTES};
+
+impl SplitQueue {
+    /// Gives the chain that was popped last back to the avail ring. The next pop returns it again.
+    /// It must not be a chain that an earlier process had taken.
+    pub fn put_back(&mut self) {
+        self.next_avail = self.next_avail.wrapping_sub(1);
+        self.in_device -= 1;
+    }
+
+    /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
+    /// at the pop. `None` if its first descriptor has fewer, or the driver has changed it.
+    ///
+    /// The functions of a pop are not used: a second caller would make them slower.
+    #[cold]
+    #[must_use]
+    pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
+        let place = usize::from(head) * DESCRIPTOR_BYTES;
+        let mut first = self.descriptor_at(self.config.desc_table.checked_add(place as u64)?)?;
+        if first.2 & DESC_F_INDIRECT != 0 {
+            first = self.descriptor_at(first.0)?;
+        }
+        let (addr, bytes, _) = first;
+        let mut header = [0; BYTES];
+        let is_long = usize::try_from(bytes).is_ok_and(|bytes| bytes >= BYTES);
+        (is_long && self.translator.memory().read(addr, &mut header).is_ok()).then_some(header)
+    }
+
+    /// The address, the bytes and the flags of a descriptor (virtio 1.3, section 2.7.5).
+    fn descriptor_at(&self, addr: u64) -> Option<(u64, u32, u16)> {
+        let mut bytes = [0; DESCRIPTOR_BYTES];
+        self.translator.memory().read(addr, &mut bytes).ok()?;
+        let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, f0, f1, _, _] = bytes;
+        let addr = u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]);
+        Some((addr, u32::from_le_bytes([l0, l1, l2, l3]), u16::from_le_bytes([f0, f1])))
+    }
+}
