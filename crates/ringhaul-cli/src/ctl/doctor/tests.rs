@@ -99,7 +99,7 @@ fn healthy() -> Facts {
         ThreadFacts { stats: [read(thread_stats()), read(thread_stats())], cpus: "0-1".into() };
     Facts {
         process: read(json!({
-            "process": 7, "kernel": "6.1", "open-files": 79, "open-files-max": 100,
+            "process": 7, "options": [], "kernel": "6.1", "open-files": 79, "open-files-max": 100,
             "locked-memory-max-bytes": 128 << 10, "aio-operations": 79, "aio-operations-max": 100,
             "mapped-memory-bytes": 1 << 20, "cgroup-memory-max-bytes": 1 << 20,
             "dropped-log-lines": 0, "thread-cpus": [],
