@@ -20,6 +20,8 @@ CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
 PACKAGES="fio busybox-static btrfs-progs cryptsetup-bin dosfstools e2fsprogs fdisk libiscsi-bin"
 PACKAGES="$PACKAGES mtools sg3-utils strace syslinux util-linux xfsprogs xz-utils zstd"
 PACKAGES="$PACKAGES $CEPH_PACKAGES nbdkit nbd-server openssl prometheus socat"
+# Probes in the program, and scripts that use them.
+PACKAGES="$PACKAGES binutils bpftrace"
 # systemd-analyze, containers with systemd, and their root.
 PACKAGES="$PACKAGES mmdebstrap systemd systemd-container"
 # Shells for the tests of completion, besides bash.

@@ -282,7 +282,7 @@ impl Engine {
             found += aio.harvest(done);
         }
         if found > 0 {
-            done.stats.harvested_at_once.record(found);
+            done.stats.count_harvest(found);
         }
         found
     }

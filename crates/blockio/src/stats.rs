@@ -382,6 +382,20 @@ impl Stats {
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
+    /// Counts a submit with its operations.
+    #[inline]
+    pub(crate) fn count_submit(&self, count: u64) {
+        probe::probe!(ringhaul, submit, count);
+        self.submitted_at_once.record(count);
+    }
+
+    /// Counts a harvest with the completions that it has found.
+    #[inline]
+    pub(crate) fn count_harvest(&self, found: u64) {
+        probe::probe!(ringhaul, harvest, found);
+        self.harvested_at_once.record(found);
+    }
+
     /// The CPUs that the thread may run on, such as `0-3,8`. `None` if the thread has ended.
     #[must_use]
     pub fn allowed_cpus(&self) -> Option<String> {

@@ -295,6 +295,7 @@ impl Queue {
     /// Answers a chain. The driver sees it after the next publish.
     #[inline]
     pub(crate) fn push(&self, head: u16, written_bytes: u32) {
+        probe::probe!(ringhaul, push, self.number(), head, written_bytes);
         self.flags.to_notify.set(true);
         if self.hooks.are_due.get() {
             return self.push_with_hooks(head, written_bytes);
@@ -390,6 +391,7 @@ impl Queue {
         if !ring.publish() {
             self.reports.requests.calls_suppressed.add(1);
         } else if let Some(call) = &*self.eventfds.call.borrow() {
+            probe::probe!(ringhaul, call, self.number(), self.reports.index);
             self.reports.requests.calls.add(1);
             let before = ring.available_now();
             batching.call_begins(before + ring.in_device(), ring.next_avail().wrapping_add(before));
@@ -472,6 +474,7 @@ impl Source for Queue {
     }
 
     fn on_event(&self) {
+        probe::probe!(ringhaul, kick, self.number(), self.reports.index);
         self.reports.requests.kicks.add(1);
     }
 

@@ -171,7 +171,7 @@ impl Aio {
                 self.queued.drain(..accepted.min(count));
                 self.in_kernel += accepted;
                 self.announcements.submitted(accepted);
-                done.stats.submitted_at_once.record(accepted as u64);
+                done.stats.count_submit(accepted as u64);
                 accepted > 0
             }
             Err(error) => self.refused(error, threads, done),

@@ -79,7 +79,7 @@ impl Threads {
             *in_kernel += 1;
             Some(Job { slot, view })
         }));
-        done.stats.submitted_at_once.record(count as u64);
+        done.stats.count_submit(count as u64);
         if kernel::simulate_jobs(&self.pool) {
             return !self.queued.is_empty();
         }

@@ -130,7 +130,7 @@ impl Handler for Blk {
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     fn serve(self: Rc<Self>, queue: Rc<Queue>, mut chain: Chain) -> impl Future<Output = ()> {
         async move {
-            let (head, popped) = (chain.head, queue.pop_time());
+            let (head, popped) = (chain.head, queue.pop_time(chain.head));
             let Some(status) = chain.writable.take_last_byte() else {
                 // The chain has no room for a status.
                 queue.push_unanswered(head, chain.fault);

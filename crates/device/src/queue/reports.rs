@@ -16,8 +16,15 @@ pub(crate) struct PopTime(u64);
 impl Queue {
     /// The time of a chain that is popped now.
     #[inline]
-    pub(crate) fn pop_time(&self) -> PopTime {
+    pub(crate) fn pop_time(&self, head: u16) -> PopTime {
+        probe::probe!(ringhaul, pop, self.number(), head);
         PopTime(self.reports.clock.nanoseconds())
+    }
+
+    /// The number of the queue in probes: no other queue of the process has it.
+    #[inline]
+    pub(super) fn number(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     /// Nanoseconds since the pop of a chain.

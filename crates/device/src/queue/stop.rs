@@ -52,7 +52,7 @@ impl Queue {
     /// Returns a chain that has no room for a status. It cannot be answered, so the queue stops.
     #[cold]
     pub(crate) fn push_unanswered(&self, head: u16, fault: Option<ChainFault>) {
-        self.refuse(RequestKind::Other, self.pop_time(), ErrorCause::Invalid);
+        self.refuse(RequestKind::Other, self.pop_time(head), ErrorCause::Invalid);
         self.push(head, 0);
         self.set_broken(&match fault {
             None => QueueFault::NoStatus { head },

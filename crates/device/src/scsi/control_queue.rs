@@ -193,7 +193,7 @@ impl UnitNexus {
 
 impl Handler for ControlHandler {
     async fn serve(self: Rc<Self>, queue: Rc<Queue>, chain: Chain) {
-        let (head, writable, popped) = (chain.head, chain.writable, queue.pop_time());
+        let (head, writable, popped) = (chain.head, chain.writable, queue.pop_time(chain.head));
         if writable.is_empty() {
             queue.push_unanswered(head, chain.fault);
             return;

@@ -396,7 +396,8 @@ impl Handler for RequestHandler {
             };
             let header = self.header(&mut chain.readable);
             let room = [chain.readable.bytes(), chain.writable.bytes()];
-            let mut request = Request::new((chain.head, queue.pop_time()), response, room);
+            let mut request =
+                Request::new((chain.head, queue.pop_time(chain.head)), response, room);
             let begun = self.begin(&queue, header, &mut chain, &mut request);
             let tasks = &self.queue.tasks;
             let (ended, served) = match begun {

@@ -79,7 +79,7 @@ impl OpRing {
                 self.in_kernel += 1;
             }
         }
-        done.stats.submitted_at_once.record(count as u64);
+        done.stats.count_submit(count as u64);
         count
     }
 
