@@ -6,11 +6,12 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::{Condvar, OnceLock, PoisonError};
 use std::time::Duration;
 
 use blockio::executor::Lock;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::stdio::stderr;
 
@@ -19,8 +20,11 @@ use super::recent;
 /// Bytes of lines that may wait: thousands of lines.
 const QUEUE_BYTES: usize = 256 << 10;
 
-/// The time that the end of the process waits for lines to be written.
+/// The time that the end of the process waits for a reader that does not read.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
+/// The number of such times that it waits for the thread, which may have no processor.
+const FLUSHES_MAX: usize = 30;
 
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
@@ -46,8 +50,15 @@ pub(super) fn start() -> io::Result<()> {
 /// called before the process exits in any way.
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
-        queue.flush(FLUSH_LIMIT);
+        queue.flush_while(FLUSH_LIMIT, || has_room(stderr()));
     }
+}
+
+/// True if a write to `output` begins at once: its reader reads, or it has none.
+fn has_room(output: impl AsFd) -> bool {
+    let mut polled = [PollFd::new(&output, PollFlags::OUT)];
+    let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut polled, Some(&none)).is_ok_and(|ready| ready > 0)
 }
 
 /// The number of lines that were dropped so far because the log was not read in time.
@@ -130,11 +141,23 @@ impl Queue {
         }
     }
 
-    /// Waits until nothing is left to be written, for at most `limit`.
-    fn flush(&self, limit: Duration) {
+    /// Waits until nothing is left to be written, for at most `limit`. Returns false if something
+    /// is left.
+    fn flush(&self, limit: Duration) -> bool {
         let is_left =
             |state: &mut State| state.writing || !state.lines.is_empty() || state.left_out > 0;
-        drop(self.changed.wait_timeout_while(self.state.lock(), limit, is_left));
+        let waited = self.changed.wait_timeout_while(self.state.lock(), limit, is_left);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// Waits like [`flush`](Self::flush), and again as long as the output has room: the thread has
+    /// no processor then.
+    fn flush_while(&self, limit: Duration, has_room: impl Fn() -> bool) {
+        for _ in 0..FLUSHES_MAX {
+            if self.flush(limit) || !has_room() {
+                return;
+            }
+        }
     }
 }
 
@@ -159,6 +182,7 @@ fn write_to_stderr(mut line: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::{Arc, mpsc};
 
     use super::*;
@@ -195,7 +219,7 @@ mod tests {
         }
         // The line would fit, but a line before it was dropped.
         queue.push(b"short");
-        queue.flush(Duration::ZERO);
+        assert!(!queue.flush(Duration::ZERO));
         (0..6).for_each(|_| allow.send(()).unwrap());
         let next = || lines.recv_timeout(Duration::from_secs(30)).unwrap();
         assert_eq!(next(), "first");
@@ -205,7 +229,7 @@ mod tests {
         queue.push(b"last");
         allow.send(()).unwrap();
         assert_eq!(next(), "last");
-        queue.flush(Duration::from_secs(30));
+        assert!(queue.flush(Duration::from_secs(30)));
         assert!(!queue.state.lock().writing && queue.state.lock().bytes == 0);
     }
 
@@ -213,7 +237,34 @@ mod tests {
     fn the_end_does_not_wait_for_a_reader_that_does_not_read() {
         let (queue, _allow, _lines) = queue();
         queue.push(b"never written");
-        queue.flush(Duration::from_millis(1));
+        queue.flush_while(Duration::from_millis(1), || false);
         assert!(queue.state.lock().writing || !queue.state.lock().lines.is_empty());
+    }
+
+    #[test]
+    fn the_end_waits_for_a_thread_without_a_processor() {
+        let (queue, allow, lines) = queue();
+        queue.push(b"last words");
+        let rounds = Cell::new(0);
+        queue.flush_while(Duration::from_millis(1), || {
+            rounds.set(rounds.get() + 1);
+            if rounds.get() == 3 {
+                allow.send(()).unwrap();
+                assert_eq!(lines.recv(), Ok("last words".to_owned()));
+            }
+            true
+        });
+        assert!(rounds.get() >= 3 && queue.flush(Duration::from_secs(30)));
+    }
+
+    #[test]
+    fn a_full_pipe_has_no_room() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        rustix::io::ioctl_fionbio(&writer, true).unwrap();
+        assert!(has_room(&writer));
+        while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+        assert!(!has_room(&writer));
+        drop(reader);
+        assert!(has_room(&writer), "a write fails at once");
     }
 }
