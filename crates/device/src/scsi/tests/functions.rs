@@ -299,3 +299,28 @@ fn functions_that_cannot_be_carried_out_are_told_apart() {
     }
     assert_eq!(control.send(&others, QUERY_TASK_SET), OK);
 }
+
+/// Another initiator must not inherit what the one before it has set (SAM-5, section 6.3.3).
+#[test]
+fn a_reset_of_the_unit_restores_its_initial_state() {
+    let mut all = [Initiator::new()];
+    let pages = [0x1a, 8, 0x3f, 0, 255, 0];
+    let before = all[0].good(&pages, &[], 255);
+    let mut list = before.clone();
+    list[0] = 0;
+    list[2] = 0;
+    // WCE and D_SENSE.
+    list[4 + 2] &= !4;
+    list[4 + 20 + 2] |= 4;
+    let select = [0x15, 0x10, 0, 0, u8::try_from(list.len()).unwrap(), 0];
+    all[0].good(&select, &list, 0);
+    assert_ne!(all[0].good(&pages, &[], 255), before);
+    all[0].good(&[0x1b, 0, 0, 0, 0, 0], &[], 0);
+    let mut control = Control::start(&all[0].device);
+    assert_eq!(control.send(&scenes(&all), UNIT_RESET), OK);
+    for initiator in &mut all {
+        while initiator.run(&[0; 6], &[], 0).sense[0] == 6 {}
+        initiator.good(&[0; 6], &[], 0);
+        assert_eq!(initiator.good(&pages, &[], 255), before);
+    }
+}

@@ -221,6 +221,35 @@ fn defaults_of_mode_pages_stay_when_current_values_change() {
     }
 }
 
+/// Programs that change a page send the rest as they found it, or say that it stays.
+#[test]
+fn a_block_descriptor_may_leave_the_number_of_blocks_as_it_is() {
+    let mut unit = Initiator::new();
+    let [short, long] = [0x00_u8, 0x10].map(|bits| {
+        let cdb = [0x5a, bits, 0x08, 0, 0, 0, 0, 0, 255, 0];
+        unit.good(&cdb, &[], 255)
+    });
+    for (mut list, count, length_at) in [(short, 4, 5), (long, 8, 12)] {
+        list[..2].fill(0);
+        list[3] = 0;
+        let select = [0x55, 0x10, 0, 0, 0, 0, 0, 0, u8::try_from(list.len()).unwrap(), 0];
+        unit.good(&select, &list, 0);
+        let blocks = list[8..8 + count].to_vec();
+        for byte in [0, 0xff] {
+            list[8..8 + count].fill(byte);
+            unit.good(&select, &list, 0);
+        }
+        for (at, byte, names) in [(0, 1, 0), (count - 1, 1, 0), (length_at, 1, length_at)] {
+            list[8..8 + count].copy_from_slice(&blocks);
+            list[8 + at] ^= byte;
+            let answer = unit.run(&select, &list, 0);
+            let place = u8::try_from(8 + names).unwrap();
+            assert_eq!((answer.sense, answer.specific), ([5, 0x26, 0], [0x80, 0, place]), "{at}");
+            list[8 + at] ^= byte;
+        }
+    }
+}
+
 /// A stop writes the cache of the unit back, unless the initiator asks for the opposite (SBC-4,
 /// section 5.31).
 #[test]
