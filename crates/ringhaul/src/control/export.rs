@@ -647,6 +647,14 @@ pub(super) mod tests {
         assert!(matches!(resize(&mut export, Some(place(0))), Err(E::Busy(..))));
         assert!(matches!(remove(&mut export, 0), Err(E::Busy(..))));
         assert!(matches!(add(&mut export, 3), Err(E::Busy(..))));
+        // The disk of unit 2 is open only now.
+        run(&mut export);
+        assert!(export.has_ended());
+        let unit =
+            serde_json::from_value(json!({ "lun": 2, "disk": { "null": { "size-bytes": 512 } } }))
+                .unwrap();
+        let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+        assert!(export.add_unit(unit, disk, Instant::now()).is_some(), "it is to be closed");
     }
 
     /// Programs see by the code of the error that the parameters were wrong.
@@ -789,6 +797,9 @@ pub(super) mod tests {
         export.connected = Instant::now().checked_sub(long).unwrap();
         export.sessions = 7;
         old.disk.hand_over().inherit(Some(libc::EIO), false);
+        let totals = serde_json::to_string(&export.setup.device.totals()).unwrap();
+        let totals = serde_json::from_str(&totals.replacen(":0", ":7", 1)).unwrap();
+        export.setup.device.add_totals(totals);
         export.begin_pause();
         run(&mut export);
         assert!(export.has_paused());
@@ -799,6 +810,7 @@ pub(super) mod tests {
         let mut fds = PassedFds::default();
         let (mut first, handed) = progress(&export, &mut fds);
         assert_eq!((&first["losses"], &first["flushed"]), (&json!([libc::EIO]), &json!([false])));
+        assert!(first["totals"].to_string().contains(":7"), "{first}");
         let (setup, now) = (new.setup.take().unwrap(), Instant::now());
         let taken = Export::take_over((setup, handed), Waker::noop(), &mut fds, now).unwrap();
         assert!(taken.has_paused() && taken.is_connection_logged && taken.sessions == 7);
