@@ -280,6 +280,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     };
     let Request { id, method, params } = request;
     let subject = subject(&params);
+    let is_listing = is_listing(&method, &params);
     let call = find(&method).and_then(|method| Ok((method.kind(), method.with(params)?)));
     let ends = matches!(call, Ok((Kind::Ends, _)));
     let connection = Arc::clone(&client.connection);
@@ -295,7 +296,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         let may_wait = kind == Kind::MayWait;
         let _waiting = may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
         let done = call(client)?;
-        if matches!(kind, Kind::Change | Kind::MayWait) {
+        if matches!(kind, Kind::Change | Kind::MayWait) && !is_listing {
             log_change(&method, subject.as_deref(), &client.peer);
         }
         Ok(done)
@@ -310,6 +311,20 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
 fn subject(params: &Value) -> Option<String> {
     let name = [&params["export"], &params["name"], &params["endpoint"]["path"]];
     name.into_iter().find_map(Value::as_str).map(str::to_owned)
+}
+
+/// True if a request lists the settings that its method could change.
+fn is_listing(method: &str, params: &Value) -> bool {
+    let subjects: &[&str] = match method {
+        "set" => &[],
+        "disk.set" => &["export", "target", "lun"],
+        _ => return false,
+    };
+    match params {
+        Value::Null => true,
+        Value::Object(params) => params.keys().all(|key| subjects.contains(&&**key)),
+        _ => false,
+    }
 }
 
 /// Logs a change with its author, for an audit.

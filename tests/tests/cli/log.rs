@@ -199,6 +199,8 @@ fn each_change_over_the_control_socket_has_its_author() -> Result<()> {
     for words in [
         &["list"][..],
         &["stats"],
+        &["set"],
+        &["set-disk", "vm"],
         &["set-disk", "vm", "iops-total=900"],
         &["set", "poll-max-us=5"],
         &["remove", "vm", "--force"],
