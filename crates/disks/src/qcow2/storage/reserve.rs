@@ -173,7 +173,15 @@ fn free_ranges(risen: &RisenBlock, most: usize) -> Vec<Range<u64>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::process::{Command, Stdio};
+
+    use blockio::disk::DiskOptions;
+    use blockio::{DiskSource, IoThread, IoThreadConfig};
+    use iomem::Buffers;
+
     use super::*;
+    use crate::qcow2::core::Layer;
 
     #[test]
     fn free_clusters_have_no_count_in_memory_or_in_the_file() {
@@ -191,6 +199,42 @@ mod tests {
             let at = |index: u64| (1 << 20) + index * 512;
             assert_eq!(free, [at(2)..at(4), at(6)..at(9)], "{bits}");
             assert_eq!(last_used(&risen), at(5));
+        }
+    }
+
+    /// A program that died may have left data in clusters without a count.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn data_in_free_clusters_does_not_show_in_new_ones() {
+        const CLUSTER: usize = 64 << 10;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut create = Command::new("qemu-img");
+        let create = create.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("16M");
+        if create.stderr(Stdio::null()).status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let used = usize::try_from(file.as_file().metadata().unwrap().len()).unwrap();
+        // The front or the back of a cluster is a hole, so holes end and begin within clusters.
+        for cluster in used.div_ceil(CLUSTER)..32 {
+            let at = cluster * CLUSTER + (cluster % 3) * (CLUSTER / 2 - 2048);
+            file.as_file().write_all_at(&[0xaa; 4096], at as u64).unwrap();
+        }
+        file.as_file().set_len(32 * CLUSTER as u64).unwrap();
+        let below = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let source = crate::qcow2::open(vec![Layer::qcow2(below).unwrap()], false).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        for cluster in 0..20 {
+            let at = (cluster * CLUSTER) as u64;
+            let data = Buffers::from_vec(vec![7; 512]);
+            thread.block_on(disk.write(at, data, false)).unwrap().unwrap();
+            let (buffers, mut content) = (Buffers::aligned(CLUSTER, 512), vec![0; CLUSTER]);
+            let read = buffers.duplicate();
+            thread.block_on(disk.read(at, buffers)).unwrap().unwrap();
+            read.copy_to(0, &mut content);
+            assert!(content[..512].iter().all(|byte| *byte == 7), "cluster {cluster}");
+            assert!(content[512..].iter().all(|byte| *byte == 0), "cluster {cluster}");
         }
     }
 }
