@@ -49,6 +49,11 @@ impl Load {
     pub fn requests(&self) -> u32 {
         self.queues.iter().map(|queue| queue.requests).sum()
     }
+
+    /// The requests of the queue with the most requests.
+    pub fn deepest(&self) -> u32 {
+        self.queues.iter().map(|queue| queue.requests).max().unwrap_or(0)
+    }
 }
 
 impl Display for Load {
@@ -124,6 +129,8 @@ mod tests {
         ] {
             assert_eq!(load(rings).to_string(), expected);
         }
+        let some = load(&[(3, 0), (0, 0), (30, 0), (4, 0)]);
+        assert_eq!((some.requests(), some.deepest(), load(&[]).deepest()), (37, 30, 0));
         let many = load(&[(1, 0); 9]);
         let text = many.to_string();
         assert_eq!((many.requests(), text.matches("queue ").count()), (9, 4), "{text}");

@@ -7,6 +7,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
+use ringhaul_kit::frontend::ring::Desc;
+use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -181,6 +183,31 @@ fn stats_have_the_same_counters() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// Two queues with one waiting request each: the export has two requests, and no queue has more
+/// than one.
+#[test]
+fn the_most_requests_are_counted_for_one_queue() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = Running::serve(begin(&folders)?.args(["--limits", "bps-total=1"]))?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    // After this request, the next one waits for an hour.
+    frontend.read(0, 0, 4096)?;
+    for queue in [0, 1] {
+        let (header, status) = frontend.put_header(queue, 0, blk::IN, 0)?;
+        let data = Desc::writable(DATA, 4096);
+        let chain = [Desc::readable(header, 16), data, Desc::writable(status, 1)];
+        frontend.rings[queue].put_chain(0, &chain);
+        frontend.rings[queue].submit(0)?;
+    }
+    loop {
+        let text = metrics(&folders)?;
+        ensure!(value(&text, "ringhaul_requests_in_flight_max{export=\"vm\"}")? <= 1, "{text}");
+        if value(&text, "ringhaul_requests_in_flight{export=\"vm\"}")? == 2 {
+            return Ok(());
+        }
+    }
 }
 
 /// Two requests that wait for a second count two seconds.

@@ -6,6 +6,7 @@ use blockio::DiskSource;
 use blockio::disk::WaitTimes;
 use device::Device;
 use device::unit_address::UnitAddress;
+use vhost_user::Session;
 
 use super::Export;
 use crate::socket::peer::Peer;
@@ -41,7 +42,8 @@ impl Export {
             Some(QueueServed::new(index, &stats))
         });
         let queues: Vec<_> = queues.collect();
-        let depth = self.session.as_ref().map_or(0, |session| session.load().requests());
+        let load = self.session.as_ref().map(Session::load);
+        let (depth, deepest) = load.map_or((0, 0), |load| (load.requests(), load.deepest()));
         let taken = device.take_peaks();
         self.peaks.iter_mut().for_each(|peaks| peaks.include(taken));
         let peaks = std::mem::take(&mut self.peaks[reader as usize]);
@@ -50,7 +52,7 @@ impl Export {
             served: self.served(),
             operations: OperationStats::all(&device.totals(), peaks.longest_ns),
             depth: depth.into(),
-            depth_peak: peaks.depth.max(depth.into()),
+            depth_peak: peaks.depth.max(deepest.into()),
             throttled_ns: self.waited_ns(|times| times.throttled),
             retried_ns: self.waited_ns(|times| times.retried),
             held_ns: self.waited_ns(|times| times.held),
