@@ -18,6 +18,9 @@ pub(super) struct Connection {
     events: VecDeque<Value>,
 }
 
+/// The error code of an answer about an export that does not exist.
+pub(super) const UNKNOWN: i64 = 2;
+
 /// The reason that the daemon has not carried out a request.
 pub(super) struct Refusal {
     pub(super) code: i64,

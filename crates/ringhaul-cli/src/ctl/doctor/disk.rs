@@ -141,7 +141,7 @@ fn saturated(
         "disk-saturated",
         format!(
             "the device {} of {} was busy for {}% of the time: {requests} requests took {} ms \
-             each, and those of the export {} ms",
+             each, and requests of the export {} ms",
             disk.device_number.as_deref().unwrap_or_default(),
             name_of(disk),
             busy_percent.min(100),
@@ -179,19 +179,25 @@ fn missing_units(details: &ExportDetails) -> Option<Finding> {
     ))
 }
 
-/// Requests that the disk has failed since the start.
+/// Requests that the disk has failed since the start. Only new failures are harmful.
 fn failed_requests(export: &ExportFacts) -> Option<Finding> {
-    let [_, after] = export.stats.as_ref()?;
-    let sum =
-        |of: fn(&Errors) -> u64| after.operations.iter().map(|it| of(&it.errors)).sum::<u64>();
-    let (disk, space) = (sum(|errors| errors.disk), sum(|errors| errors.no_space));
+    let [before, after] = export.stats.as_ref()?;
+    let sum = |stats: &ExportStats, of: fn(&Errors) -> u64| {
+        stats.operations.iter().map(|it| of(&it.errors)).sum::<u64>()
+    };
+    let both = |stats| [sum(stats, |errors| errors.disk), sum(stats, |errors| errors.no_space)];
+    let [disk, space] = both(after);
     if disk + space == 0 {
         return None;
     }
+    let new = (disk + space).saturating_sub(both(before).iter().sum());
     Some(Finding::new(
-        Level::Harmful,
+        if new > 0 { Level::Harmful } else { Level::Note },
         "failed-requests",
-        format!("the disk has failed {disk} requests, and {space} for lack of space"),
+        format!(
+            "the disk has failed {disk} requests, and {space} for lack of space; {new} of them \
+             failed between the two looks"
+        ),
         "the log names the first ones with their errors; check the device",
     ))
 }

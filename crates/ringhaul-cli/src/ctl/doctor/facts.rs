@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use ringhaul::spec::command::{ExportDetails, ExportStatus};
 use ringhaul::spec::process::ProcessStatus;
 use ringhaul::spec::settings::Settings;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::system::{
     BlockDevice, VcpuThread, block_device, command_line, online_cpus, vcpu_threads,
 };
-use crate::ctl::connection::Connection;
+use crate::ctl::connection::{Connection, Refusal, UNKNOWN};
 
 /// A daemon and its host, looked at twice.
 #[derive(Debug)]
@@ -36,6 +36,8 @@ pub(super) struct ExportFacts {
     pub(super) details: ExportDetails,
     /// The counters at the two looks. `None`: the export was added or removed in between.
     pub(super) stats: Option<[ExportStats; 2]>,
+    /// The process of the front-end, if it is known.
+    pub(super) peer: Option<u32>,
     /// The words of the front-end's command line; empty if it cannot be read.
     pub(super) command_line: Vec<String>,
     /// The vCPUs of the front-end.
@@ -110,6 +112,7 @@ impl ExportFacts {
             stats: stats(before).zip(stats(after)).map(|(before, after)| [before, after]),
             command_line: of_peer.as_deref().map(command_line).unwrap_or_default(),
             vcpus: of_peer.as_deref().map(vcpu_threads).unwrap_or_default(),
+            peer,
             devices,
             details,
         }
@@ -139,14 +142,19 @@ fn details(daemon: &mut Connection, export: Option<&str>) -> Result<Vec<ExportDe
     };
     let mut all = Vec::new();
     for name in names {
-        match ask(daemon, "export.show", &json!({ "export": name })) {
-            Ok(details) => all.push(details),
-            // It may have been removed since.
-            Err(_) if export.is_none() => {}
-            Err(error) => return Err(error),
-        }
+        let answer = daemon.call("export.show", &json!({ "export": name }))?;
+        all.extend(shown(answer, export.is_some())?);
     }
     Ok(all)
+}
+
+/// The details in an answer. `None`: an export of the list has been removed since. An export that
+/// the user has named must exist.
+fn shown(answer: Result<Value, Refusal>, is_named: bool) -> Result<Option<ExportDetails>> {
+    match answer {
+        Err(Refusal { code: UNKNOWN, .. }) if !is_named => Ok(None),
+        answer => read("export.show", answer).map(Some),
+    }
 }
 
 /// Calls a method of the daemon.
@@ -155,9 +163,25 @@ pub(super) fn ask<T: DeserializeOwned>(
     method: &str,
     params: &Value,
 ) -> Result<T> {
-    match daemon.call(method, params)? {
-        Ok(answer) => serde_json::from_value(answer)
-            .with_context(|| format!("the daemon is of another version: its answer to {method}")),
-        Err(refusal) => bail!("{}", refusal.message),
+    read(method, daemon.call(method, params)?)
+}
+
+fn read<T: DeserializeOwned>(method: &str, answer: Result<Value, Refusal>) -> Result<T> {
+    let answer = answer.map_err(|refusal| anyhow!(refusal.message))?;
+    serde_json::from_value(answer)
+        .with_context(|| format!("the daemon is of another version: its answer to {method}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_export_that_was_removed_meanwhile_is_skipped() {
+        let refusal = |code| Err(Refusal { code, message: "no".to_owned() });
+        assert!(shown(refusal(UNKNOWN), false).unwrap().is_none());
+        assert!(shown(refusal(UNKNOWN), true).is_err());
+        assert!(shown(refusal(UNKNOWN + 1), false).is_err());
+        assert!(shown(Ok(json!({ "name": "vm1" })), false).is_err());
     }
 }

@@ -17,6 +17,9 @@ const SMALL_QUEUE: u16 = 64;
 /// Findings about the front-end of an export.
 pub(super) fn findings(export: &ExportFacts) -> Vec<Finding> {
     let status = &export.details.status;
+    if status.state == ExportState::Opening {
+        return vec![not_served()];
+    }
     let Some(front_end) = &export.details.front_end else {
         return no_front_end(export).into_iter().collect();
     };
@@ -54,14 +57,24 @@ fn process_of(front_end: &FrontEndDetails) -> String {
     }
 }
 
-/// A front-end that has gone and does not return.
+/// An export whose disks are not open yet, so that no front-end can connect.
+fn not_served() -> Finding {
+    Finding::new(
+        Level::Harmful,
+        "not-served",
+        "the disks are still being opened, so the guest has no disk",
+        "see the log for the disk that does not answer",
+    )
+}
+
+/// A front-end that has gone: its guest is off, or does not connect again.
 fn no_front_end(export: &ExportFacts) -> Option<Finding> {
     let status = &export.details.status;
     if status.sessions == 0 || status.state != ExportState::Serving {
         return None;
     }
     Some(Finding::new(
-        Level::Warning,
+        Level::Note,
         "no-front-end",
         format!("no front-end is connected, after {} so far", status.sessions),
         "start the guest; if it runs, its VMM does not connect again, so restart the guest \

@@ -1,8 +1,9 @@
 //! Findings about the process of the daemon, its IoThreads, and the host.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ringhaul::spec::process::ProcessStatus;
+use ringhaul::spec::status::QueueState;
 
 use super::facts::{ExportFacts, Facts, ThreadFacts};
 use super::finding::{Finding, Level};
@@ -35,14 +36,14 @@ pub(super) fn findings(facts: &Facts, ms: u64) -> Vec<Finding> {
     found
 }
 
-/// Guest memory that counts as the daemon's may end it.
+/// Pages of guest memory that the daemon touches first count as the daemon's, and may end it.
 fn guest_memory(process: &ProcessStatus) -> Option<Finding> {
     let (mapped, limit) = (process.mapped_memory_bytes, process.cgroup_memory_max_bytes?);
     if mapped <= limit {
         return None;
     }
     Some(Finding::new(
-        Level::Harmful,
+        Level::Warning,
         "guest-memory-above-limit",
         format!(
             "front-ends share {} MiB, and the cgroup of the daemon is limited to {} MiB, so the \
@@ -50,7 +51,8 @@ fn guest_memory(process: &ProcessStatus) -> Option<Finding> {
             mapped >> 20,
             limit >> 20
         ),
-        "MemoryMax=infinity, or a limit above the memory of all guests",
+        "MemoryMax=infinity, or a limit above the memory of all guests; or prealloc=on of QEMU's \
+         memory backend, so that the pages count as QEMU's",
     ))
 }
 
@@ -72,16 +74,15 @@ fn open_files(process: &ProcessStatus) -> Option<Finding> {
     ))
 }
 
-/// Too little locked memory for rings, or for guest memory that is registered.
+/// Too little locked memory for rings that could not be set up, or for guest memory that is
+/// registered.
 fn locked_memory(facts: &Facts) -> Option<Finding> {
     let limit = facts.process.locked_memory_max_bytes?;
-    let rings = LOCKED_EACH * facts.threads.len() as u64;
-    let has_fixed = |export: &ExportFacts| export.details.status.spec.settings.fixed_buffers;
-    let registered = match facts.exports.iter().any(has_fixed) {
-        true => facts.process.mapped_memory_bytes,
-        false => 0,
-    };
-    let needed = rings + registered;
+    let threads = facts.threads.len() as u64;
+    let rings = if facts.exports.iter().any(lacks_io_uring) { LOCKED_EACH * threads } else { 0 };
+    let registered = facts.exports.iter().map(|export| registered_memory(export, threads));
+    let registered = registered.fold(0, u64::saturating_add);
+    let needed = rings.saturating_add(registered);
     if limit >= needed {
         return None;
     }
@@ -97,6 +98,30 @@ fn locked_memory(facts: &Facts) -> Option<Finding> {
         ),
         "raise LimitMEMLOCK= or `ulimit -l`, then restart the daemon",
     ))
+}
+
+/// Returns true if io_uring could not be set up for one of the disks.
+fn lacks_io_uring(export: &ExportFacts) -> bool {
+    let mut reasons = export.details.disks.iter().filter_map(|disk| disk.engine_reason.as_ref());
+    reasons.any(|reason| reason.contains("cannot set up io_uring"))
+}
+
+/// The bytes of guest memory that fixed buffers lock: each IoThread with a queue registers all
+/// memory of the guest.
+fn registered_memory(export: &ExportFacts, threads: u64) -> u64 {
+    let settings = &export.details.status.spec.settings;
+    let Some(front_end) = export.details.front_end.as_ref().filter(|_| settings.fixed_buffers)
+    else {
+        return 0;
+    };
+    let session = &front_end.session;
+    let running = session.queues.iter().filter(|queue| queue.state == QueueState::Running);
+    let thread_of = |index: u16| match settings.iothread {
+        Some(_) => 0,
+        None => u64::from(index) % threads.max(1),
+    };
+    let users: BTreeSet<u64> = running.map(|queue| thread_of(queue.index)).collect();
+    session.memory.bytes.saturating_mul(users.len() as u64)
 }
 
 /// The system-wide contexts of Linux AIO.
@@ -153,14 +178,19 @@ fn busy_host(thread: &ThreadFacts, ms: u64) -> Option<Finding> {
     ))
 }
 
-/// An IoThread that may only run on CPUs to which vCPUs are pinned.
+/// An IoThread that may only run on CPUs to which vCPUs are pinned. More CPUs than pinned vCPUs
+/// leave one for the IoThread.
 fn shared_cpus(facts: &Facts, thread: &ThreadFacts) -> Option<Finding> {
     let own = cpu_set(&thread.cpus);
-    let vcpus = facts.exports.iter().flat_map(|export| &export.vcpus);
+    // A VMM may have several exports.
+    let vmms: BTreeMap<_, _> =
+        facts.exports.iter().map(|export| (export.peer, &export.vcpus)).collect();
+    let vcpus = vmms.into_values().flatten();
     let pinned = vcpus.map(|vcpu| cpu_set(&vcpu.cpus)).filter(|set| *set != facts.online_cpus);
     let pinned: Vec<BTreeSet<u32>> = pinned.collect();
     let taken: BTreeSet<u32> = pinned.iter().flatten().copied().collect();
-    if own.is_empty() || !own.is_subset(&taken) {
+    let has_spare = taken.len() > pinned.len();
+    if own.is_empty() || !own.is_subset(&taken) || has_spare {
         return None;
     }
     Some(Finding::new(
