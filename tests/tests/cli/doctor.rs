@@ -141,6 +141,8 @@ fn a_bundle_is_complete_and_private() -> Result<()> {
     let folders = test_folders()?;
     let serial = "a://user:hidden@h";
     let _daemon = start(&folders, &["--serial", serial])?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &healthy())?;
+    frontend.read(0, 0, 4096)?;
     let file = folders.path("bundle.json");
     let bundle = |words: &[&str]| {
         let path = file.to_str().context("the path is no text")?;
@@ -159,10 +161,15 @@ fn a_bundle_is_complete_and_private() -> Result<()> {
     }
     ensure!(found["exports"][0]["disks"][0]["engine"].is_string(), "{text}");
     ensure!(found["findings"].is_array(), "{text}");
+    // The first look has the peak since the start; the second look has none.
+    ensure!(found["stats"]["exports"][0]["depth-peak"] == 1, "{text}");
     let log = found["log"].as_array().context("no log")?;
     let is_logged = |line: &Value| line["text"].as_str().is_some_and(|it| it.contains(READY));
     ensure!(log.iter().any(is_logged), "{log:?}");
-    bundle(&[])?.expect_refusal(&["bundle.json", "new file"])?;
+    // The findings are printed all the same.
+    let refused = bundle(&["--json"])?.expect_code(2)?;
+    ensure!(refused.stdout.contains("findings"), "{}", refused.stdout);
+    ensure!(refused.stderr.contains("bundle.json; give the path of a new file"), "{text}");
     ensure!(fs::read_to_string(&file)? == text, "the file was changed");
     Ok(())
 }

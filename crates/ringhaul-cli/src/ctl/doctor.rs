@@ -54,9 +54,6 @@ fn parse_time(text: &str) -> Result<Duration, String> {
 pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Result<ExitCode> {
     let facts = Facts::collect(daemon, args.export.as_deref(), args.time)?;
     let findings = examine(&facts);
-    if let Some(path) = &args.bundle {
-        bundle::write(path, daemon, &facts, &findings)?;
-    }
     match form {
         Form::Table => print(&finding::text(&findings))?,
         Form::Lines => print(&finding::lines(&findings))?,
@@ -64,6 +61,9 @@ pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Res
             let findings = serde_json::to_value(&findings).context("cannot write findings")?;
             print(&format!("{:#}\n", json!({ "findings": findings })))?;
         }
+    }
+    if let Some(path) = &args.bundle {
+        bundle::write(path, daemon, &facts, &findings)?;
     }
     let is_found = findings.iter().any(Finding::needs_action);
     Ok(if is_found { ExitCode::from(EXIT_FOUND) } else { ExitCode::SUCCESS })

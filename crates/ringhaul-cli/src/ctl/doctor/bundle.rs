@@ -39,7 +39,7 @@ pub(super) fn write(
         "settings": facts.settings,
         "findings": findings,
         "exports": exports.collect::<Result<Vec<_>, _>>().context("cannot write exports")?,
-        "stats": ask("stats")?,
+        "stats": facts.first_stats,
         "log": log.lines,
     });
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);

@@ -28,6 +28,8 @@ pub(super) struct Facts {
     pub(super) online_cpus: BTreeSet<u32>,
     /// The time between the looks.
     pub(super) time: Duration,
+    /// The statistics at the first look, with the peaks until then.
+    pub(super) first_stats: DaemonStats,
 }
 
 /// An export.
@@ -90,6 +92,7 @@ impl Facts {
             online_cpus: online_cpus(Path::new("/sys/devices/system/cpu")),
             time: after.time.saturating_duration_since(before.time),
             process,
+            first_stats: before.stats,
         })
     }
 }

@@ -112,6 +112,9 @@ fn healthy() -> Facts {
         threads: vec![thread],
         online_cpus: (0..4).collect(),
         time: Duration::from_secs(2),
+        first_stats: read(json!({
+            "start-time-seconds": 0, "failed-takeovers": 0, "exports": [], "iothreads": [],
+        })),
     }
 }
 
