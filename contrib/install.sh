@@ -24,6 +24,11 @@ fi
 bin=$DESTDIR$PREFIX/bin
 lib=$DESTDIR$PREFIX/lib
 share=$DESTDIR$PREFIX/share
+# Packages have a folder of completions of their own.
+case $PREFIX in
+/usr) zsh=vendor-completions ;;
+*) zsh=site-functions ;;
+esac
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -44,7 +49,7 @@ done
 "$BINARY" completions zsh > "$scratch/zsh"
 "$BINARY" completions fish > "$scratch/fish"
 install -D -m 644 "$scratch/bash" "$share/bash-completion/completions/ringhaul"
-install -D -m 644 "$scratch/zsh" "$share/zsh/site-functions/_ringhaul"
+install -D -m 644 "$scratch/zsh" "$share/zsh/$zsh/_ringhaul"
 install -D -m 644 "$scratch/fish" "$share/fish/vendor_completions.d/ringhaul.fish"
 put contrib/50-ringhaul.json "$share/qemu/vhost-user/50-ringhaul.json"
 put contrib/50-ringhaul-scsi.json "$share/qemu/vhost-user/50-ringhaul-scsi.json"

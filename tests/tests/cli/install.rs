@@ -36,7 +36,7 @@ fn programs(file: &Path, prefix: &str) -> Result<BTreeSet<String>> {
 #[test]
 fn installed_files_name_the_installed_program() -> Result<()> {
     let (folder, binary) = (tempfile::tempdir()?, ringhaul_binary()?);
-    for prefix in ["/usr", "/opt/ringhaul"] {
+    for (prefix, zsh) in [("/usr", "vendor-completions"), ("/opt/ringhaul", "site-functions")] {
         let destination = folder.path().join(prefix.replace('/', "_"));
         run(&mut install(&destination, prefix, &binary)?)?.expect_code(0)?;
         let at = |path: &str| destination.join(&prefix[1..]).join(path);
@@ -58,10 +58,13 @@ fn installed_files_name_the_installed_program() -> Result<()> {
             "lib/sysusers.d/ringhaul.conf",
             "lib/tmpfiles.d/ringhaul.conf",
             "share/bash-completion/completions/ringhaul",
-            "share/zsh/site-functions/_ringhaul",
+            &format!("share/zsh/{zsh}/_ringhaul"),
             "share/fish/vendor_completions.d/ringhaul.fish",
         ] {
-            ensure!(fs::metadata(at(file)).context(file)?.len() > 0, "{file} is empty");
+            ensure!(
+                fs::metadata(at(file)).with_context(|| file.to_owned())?.len() > 0,
+                "{file} is empty"
+            );
         }
     }
     Ok(())
