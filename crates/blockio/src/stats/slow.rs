@@ -15,8 +15,8 @@ pub struct Cause {
     pub took: Duration,
 }
 
-/// The last causes of at least the least time. Only these are kept, so that others cost one
-/// comparison.
+/// The last wait and the last operation that took at least the least time. A shorter wait or
+/// operation costs one comparison and is not kept.
 #[derive(Debug)]
 pub struct SlowCauses {
     /// In nanoseconds; the largest number if no time is long.
