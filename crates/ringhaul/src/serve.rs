@@ -147,9 +147,10 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let control =
         ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
-    let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
     service_manager::ready();
     ok_or_log(service_status::start(&daemon), "reports to the service manager");
+    // The old process may have the address for some seconds.
+    let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
     end(ending, &daemon, opening, control)
 }
 

@@ -60,6 +60,9 @@ fn states_are_reported() -> Result<()> {
     daemon.signal(Signal::HUP)?;
     manager.wait_for("STATUS=configuration not reloaded: ")?;
     manager.wait_for(READY)?;
+    fs::write(&file, format!("{}{}", export("a"), export("b")))?;
+    daemon.signal(Signal::HUP)?;
+    manager.wait_for(both_served)?;
 
     daemon.signal(Signal::TERM)?;
     manager.wait_for("STOPPING=1\n")?;

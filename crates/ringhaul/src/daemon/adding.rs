@@ -98,7 +98,6 @@ impl Daemon {
         specs: Vec<ExportSpec>,
         restoring: Option<Restoring>,
     ) -> Result<OpeningThread> {
-        self.warn_of_unused_sockets(&specs);
         let (daemon, (done, opening)) = (Arc::clone(self), mpsc::channel());
         let open = move || {
             let _done: mpsc::Sender<()> = done;
@@ -118,7 +117,8 @@ impl Daemon {
         Ok(OpeningThread(opening))
     }
 
-    fn warn_of_unused_sockets(&self, specs: &[ExportSpec]) {
+    /// Warns of sockets of the service manager that no export uses.
+    pub(super) fn warn_of_unused_sockets(&self, specs: &[ExportSpec]) {
         let with_path = specs.iter().filter_map(|spec| match &spec.endpoint {
             EndpointSpec::Path(path) => Some((spec.name(), path.as_path())),
             EndpointSpec::Fd(_) => None,

@@ -130,6 +130,7 @@ impl Daemon {
             }
         }
         let restoring = Restoring { added: names, units: units.clone(), again };
+        self.warn_of_unused_sockets(&exports);
         let opening = self.begin_start(exports, Some(restoring))?;
         let daemon = Arc::clone(self);
         let work = move || {

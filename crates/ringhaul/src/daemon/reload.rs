@@ -194,10 +194,11 @@ impl Reloader {
             Ok(config) => config,
             Err(error) => {
                 tracing::error!("cannot reload the configuration, so nothing changes: {error:#}");
-                service_manager::status(&format!("configuration not reloaded: {error:#}"));
+                service_manager::problem(Some(format!("configuration not reloaded: {error:#}")));
                 return;
             }
         };
+        service_manager::problem(None);
         self.apply_options(&config);
         let Some(shown) = self.daemon.upgrade().and_then(|daemon| current_exports(&daemon)) else {
             return;

@@ -6,6 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use blockio::executor::Lock;
 use ringhaul_options::redact::printable;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -19,11 +20,14 @@ const WATCHDOG_TIME: &str = "WATCHDOG_USEC";
 /// The variable with the only process that gives signs of life; without it, each process may.
 pub(crate) const WATCHDOG_PROCESS: &str = "WATCHDOG_PID";
 
-/// The time that a manager with a full queue has to take the message on which a unit's start waits.
+/// The time that a manager with a full queue has to take a message on which the service depends.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// True once the manager knows that the daemon is ready.
 static IS_READY: AtomicBool = AtomicBool::new(false);
+
+/// The last report.
+static STATUS: Lock<Status> = Lock::new(Status { state: String::new(), problem: None });
 
 /// True once a failure has been logged.
 static IS_LOGGED: AtomicBool = AtomicBool::new(false);
@@ -64,6 +68,21 @@ pub(crate) fn reloading() -> Reloading {
     Reloading(())
 }
 
+/// The state of the daemon as a service manager shows it.
+struct Status {
+    state: String,
+    problem: Option<String>,
+}
+
+impl Status {
+    fn text(&self) -> String {
+        match &self.problem {
+            Some(problem) => format!("{problem}; {}", self.state),
+            None => self.state.clone(),
+        }
+    }
+}
+
 /// A reload in progress.
 pub(crate) struct Reloading(());
 
@@ -82,7 +101,22 @@ pub(crate) fn stopping() {
 
 /// Reports the state of the daemon in words.
 pub(crate) fn status(text: &str) {
-    tell(&format!("STATUS={}\n", printable(text)), Duration::ZERO, "of its state");
+    report(|status| text.clone_into(&mut status.state));
+}
+
+/// Reports a problem of the daemon, before its state, until another one or `None` takes its place.
+pub(crate) fn problem(text: Option<String>) {
+    report(|status| status.problem = text);
+}
+
+fn report(change: impl FnOnce(&mut Status)) {
+    let mut status = STATUS.lock();
+    let before = status.text();
+    change(&mut status);
+    let text = status.text();
+    if text != before {
+        tell(&format!("STATUS={}\n", printable(&text)), Duration::ZERO, "of its state");
+    }
 }
 
 /// Reports that the daemon lives.
@@ -91,11 +125,11 @@ pub(crate) fn alive() {
 }
 
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
-/// this process for the end of the service.
+/// this process for the end of the service, and ends the other process.
 pub(crate) fn main_process(process: u32) {
     tell(
         &format!("MAINPID={process}\n"),
-        Duration::ZERO,
+        PATIENCE,
         &format!("that the service continues in process {process}"),
     );
 }

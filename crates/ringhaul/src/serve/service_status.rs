@@ -13,6 +13,9 @@ use crate::process::service_manager;
 use crate::spec::command::{Command, ExportStatus, Reply};
 use crate::spec::status::ExportState;
 
+/// The least time between two reports of the state.
+const PAUSE: Duration = Duration::from_secs(1);
+
 /// Starts the reports of a daemon, if a service manager listens. They end with the daemon.
 ///
 /// # Errors
@@ -23,7 +26,7 @@ pub(super) fn start(daemon: &Arc<Daemon>) -> Result<()> {
         return Ok(());
     }
     let interval = service_manager::watchdog_interval();
-    let reporter = Reporter { daemon: Arc::downgrade(daemon), status: String::new() };
+    let reporter = Reporter { daemon: Arc::downgrade(daemon) };
     let watchdog = interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
     let thread = std::thread::Builder::new().name("ringhaul-notify".into());
     thread
@@ -34,8 +37,6 @@ pub(super) fn start(daemon: &Arc<Daemon>) -> Result<()> {
 
 struct Reporter {
     daemon: Weak<Daemon>,
-    /// The last report.
-    status: String,
 }
 
 /// Signs of life.
@@ -47,7 +48,7 @@ struct Watchdog {
 }
 
 impl Reporter {
-    fn run(mut self, mut watchdog: Option<Watchdog>) {
+    fn run(self, mut watchdog: Option<Watchdog>) {
         while let Some(daemon) = self.daemon.upgrade() {
             // A subscriber that falls behind loses its subscription.
             let (_subscription, events) = daemon.subscribers().subscribe();
@@ -59,7 +60,7 @@ impl Reporter {
     }
 
     /// Reports until the subscription ends, or the daemon, in which case it returns false.
-    fn follow(&mut self, events: &EventReceiver, watchdog: &mut Option<Watchdog>) -> bool {
+    fn follow(&self, events: &EventReceiver, watchdog: &mut Option<Watchdog>) -> bool {
         loop {
             let Some(daemon) = self.daemon.upgrade() else { return false };
             let shown = daemon.handle(Command::Show);
@@ -68,11 +69,10 @@ impl Reporter {
             }
             drop(daemon);
             let Ok(Reply::Exports(exports)) = shown else { return false };
-            let status = describe(&exports);
-            if status != self.status {
-                service_manager::status(&status);
-                self.status = status;
-            }
+            service_manager::status(&describe(&exports));
+            // Front-ends that connect and leave in a loop cause one report in a second.
+            let pause = watchdog.as_ref().map_or(PAUSE, |watchdog| watchdog.interval.min(PAUSE));
+            std::thread::sleep(pause);
             let next = match watchdog {
                 Some(watchdog) => {
                     events.events.recv_timeout(watchdog.due.duration_since(Instant::now()))
