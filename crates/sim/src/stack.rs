@@ -71,10 +71,10 @@ impl Thread {
             let text = format!("invariant 14: ops held a turn of {rounds} rounds for {held} ns");
             return Err(Failure::new("held", text));
         }
-        // The pieces of each round, those of the next before its check, and those that got their
-        // turn in a round and move in the next.
+        // The pieces of each round, of a round before and behind them that the turn has in part,
+        // and pieces that got their turn before and move now.
         let copied = world.copied_in_turn();
-        let bounds: usize = fits(rounds + 2, "a number of rounds");
+        let bounds: usize = fits(rounds + 3, "a number of rounds");
         if copied > bounds * world.plan().copied_max() {
             let text = format!("invariant 14: a turn of {rounds} rounds has copied {copied} bytes");
             return Err(Failure::new("copies", text));
