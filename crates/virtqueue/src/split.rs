@@ -473,8 +473,7 @@ impl SplitQueue {
     }
 }
 
-/// The most used elements that may be published before the driver's wish for a call is checked: the
-/// comparison in `need_event` wraps.
+/// The most used elements between two checks of the driver's wish for a call: `need_event` wraps.
 const UNCHECKED_MAX: u16 = 1 << 15;
 
 /// Returns true if publishing the entries from `old` up to `new` passes `event`, for which the

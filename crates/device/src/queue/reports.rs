@@ -66,9 +66,9 @@ impl Queue {
     pub(crate) fn report_slow(&self, kind: RequestKind, popped: PopTime, sector: Option<u64>) {
         let took = Duration::from_nanos(self.latency_ns(popped));
         let now = self.reports.clock.recently();
-        let since = now - took;
         let of = |cause: Option<Cause>| {
-            let cause = cause.filter(|cause| cause.ended >= since);
+            let is_within = |cause: &Cause| now.saturating_duration_since(cause.ended) <= took;
+            let cause = cause.filter(is_within);
             cause.map_or(Duration::ZERO, |cause| cause.took.min(took))
         };
         let slow = &self.reports.stats.slow;
