@@ -145,18 +145,7 @@ impl InheritedSockets {
     ///
     /// When its socket has another path, or no descriptor is left.
     pub(crate) fn listener(&self, name: &str, path: &Path) -> Result<Option<Endpoint>> {
-        let named = self.named.lock();
-        let Some(socket) = find(&named, name, path) else { return Ok(None) };
-        let shown = path.display();
-        ensure!(
-            is_same(&socket.path, path),
-            "the service manager passes {} under the name '{name}', which belongs to {shown}; \
-             write one path into ListenStream= and the options",
-            socket.path.display()
-        );
-        let listener = socket.listener.try_clone();
-        let listener = listener.and_then(|copy| Endpoint::inherit_listener(copy.into()));
-        listener.map(Some).with_context(|| format!("cannot use the passed socket {shown}"))
+        endpoint(find(&self.named.lock(), name, path), name, path)
     }
 
     /// The control socket at `path`, if a service manager passes it.
@@ -165,10 +154,12 @@ impl InheritedSockets {
     ///
     /// When its socket has another path or no option names it, or no descriptor is left.
     pub(crate) fn control(&self, path: Option<&Path>) -> Result<Option<Endpoint>> {
+        let named = self.named.lock();
+        let by_name = named.iter().find(|socket| socket.name == CONTROL);
         if let Some(path) = path {
-            return self.listener(CONTROL, path);
+            return endpoint(by_name.or_else(|| find(&named, CONTROL, path)), CONTROL, path);
         }
-        match self.named.lock().iter().find(|socket| socket.name == CONTROL) {
+        match by_name {
             Some(NamedSocket { path, .. }) => {
                 let path = path.display();
                 bail!("the service manager passes the control socket {path}; add --control {path}")
@@ -189,19 +180,34 @@ impl InheritedSockets {
         for NamedSocket { name, path, .. } in unused {
             let path = path.display();
             tracing::warn!(
-                "the service manager passes the socket {path} under the name '{name}', which are \
-                 path and name of no export: front-ends that connect there wait; correct \
+                "the service manager passes the socket {path} under the name '{name}', and no \
+                 export has this path or this name: front-ends that connect there wait; correct \
                  ListenStream= or FileDescriptorName="
             );
         }
     }
 }
 
-/// The socket with this name, else the one with this path: a unit without FileDescriptorName= gives
-/// its own name.
+/// The socket of the export with this name, else the one with this path: a unit without
+/// FileDescriptorName= gives its own name. The name of the control socket is no export's.
 fn find<'a>(sockets: &'a [NamedSocket], name: &str, path: &Path) -> Option<&'a NamedSocket> {
-    let named = sockets.iter().find(|socket| socket.name == name);
+    let named = sockets.iter().find(|socket| socket.name == name && name != CONTROL);
     named.or_else(|| sockets.iter().find(|socket| is_same(&socket.path, path)))
+}
+
+/// A passed socket, for its user with this name and path.
+fn endpoint(socket: Option<&NamedSocket>, name: &str, path: &Path) -> Result<Option<Endpoint>> {
+    let Some(socket) = socket else { return Ok(None) };
+    let shown = path.display();
+    ensure!(
+        is_same(&socket.path, path),
+        "the service manager passes {} under the name '{name}', which belongs to {shown}; \
+         write one path into ListenStream= and the options",
+        socket.path.display()
+    );
+    let listener = socket.listener.try_clone();
+    let listener = listener.and_then(|copy| Endpoint::inherit_listener(copy.into()));
+    listener.map(Some).with_context(|| format!("cannot use the passed socket {shown}"))
 }
 
 impl NamedSocket {
@@ -261,7 +267,10 @@ mod tests {
         assert!(!sockets.has_listener("vm2", &folder.path().join("d")));
         let refused = listener("vm1", &b).map(drop).unwrap_err().to_string();
         assert!(refused.contains("under the name 'vm1'"), "{refused}");
+        // An export with the name of the control socket has a socket of its own.
+        assert!(listener("control", &folder.path().join("d")).unwrap().is_none());
         assert!(sockets.control(Some(&c)).unwrap().is_some());
+        assert!(sockets.control(Some(&a)).is_err(), "the control socket has another path");
         let refused = sockets.control(None).map(drop).unwrap_err().to_string();
         assert!(refused.contains(&format!("add --control {}", c.display())), "{refused}");
         assert!(InheritedSockets::default().control(None).unwrap().is_none());
