@@ -410,7 +410,7 @@ fn a_disk_is_not_taken_over_while_an_overdue_write_may_land() -> Result<()> {
     let mut daemon = serve(&folders, &format!("{},deadline=1", server.uri("")), &[])?;
     let socket = folders.socket("vm.sock");
     run(&mut bench(&socket, "--rw write --number_ios 1 --iodepth 1")?)?.expect_code(1)?;
-    daemon.wait_for("the server may still execute 1 unanswered writes")?;
+    daemon.wait_for("the server may still execute unanswered writes (1)")?;
     daemon.wait_for("is back after")?;
     let refused = run(&mut taking_over(&folders)?)?.expect_code(2)?.stderr;
     ensure!(refused.contains("may still execute unanswered writes"), "{refused}");

@@ -1,5 +1,7 @@
 //! A neighbour's speed while another export misbehaves, compared with its speed in quiet.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -279,10 +281,39 @@ fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     unread.borrow_mut().terminate()
 }
 
+/// Ten scrapes a second of 256 exports.
+fn scrapes(spans: Spans, name: &str, engine: Engine) -> Result<()> {
+    /// The exports beside those of the scene.
+    const MORE: usize = 253;
+    let folder = tempfile::tempdir()?;
+    let page = folder.path().join("metrics");
+    let mut options = DaemonOptions::new(engine)
+        .with("--iothreads", "1")
+        .with("--metrics", &format!("unix:{}", page.display()));
+    for number in 0..MORE {
+        let socket = folder.path().join(number.to_string());
+        options = options.with("--export", &format!("socket-path={},null=1M", socket.display()));
+    }
+    let scene = Scene::start(disks(), &options)?;
+    scene.daemon.wait_for_message("serving on", MORE + 3)?;
+    spans.compare_in(name, engine, scene, |_daemon| {
+        let page = page.clone();
+        Ok(repeat_until_stopped(LONG_PAUSE, move || {
+            let mut stream = UnixStream::connect(&page)?;
+            stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text)?;
+            let exports = text.matches("ringhaul_export_connected{").count();
+            ensure!(exports == MORE + 3, "{exports} exports in the metrics");
+            Ok(())
+        }))
+    })
+}
+
 /// Measures one case with one engine.
 type Case = fn(Spans, &str, Engine) -> Result<()>;
 
-const CASES: [(&str, Case); 7] = [
+const CASES: [(&str, Case); 8] = [
     ("300 writes to a frozen file system", |spans, name, engine| {
         hung_writes(spans, name, engine, false, false)
     }),
@@ -296,6 +327,7 @@ const CASES: [(&str, Case); 7] = [
     ("maps 16 TiB of holes, ten times a second", sparse_regions),
     ("bad requests, and stderr is a full pipe", full_pipe),
     ("writes beyond RLIMIT_FSIZE", limit_on_files),
+    ("256 exports, scraped ten times a second", scrapes),
 ];
 
 /// `cargo lab neighbours` runs this. It takes minutes, and its figures depend on the machine.

@@ -87,7 +87,7 @@ impl Retry {
             );
             if *held > 0 {
                 tracing::warn!(
-                    "{name}: the server may still execute {held} unanswered writes; later writes \
+                    "{name}: the server may still execute unanswered writes ({held}); later writes \
                      to the same ranges wait until it has answered or closed the connection"
                 );
             }
