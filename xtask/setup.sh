@@ -14,6 +14,8 @@ set -eu
 # QEMU for the guests of the tests. qemu-block-extra has the driver for Ceph, which measurements
 # compare with.
 QEMU_PACKAGES="qemu-system-x86 qemu-system-common qemu-utils qemu-block-extra"
+# libvirt, with the same QEMU, for the guide's page about it. xmllint checks the XML there.
+LIBVIRT_PACKAGES="libvirt-clients libvirt-daemon libvirt-daemon-driver-qemu libxml2-utils"
 # A Ceph cluster, and the library of its clients.
 CEPH_PACKAGES="ceph-common ceph-mgr ceph-mon ceph-osd librbd1"
 # Tools of the guests and the tests; strace counts system calls.
@@ -209,13 +211,14 @@ missing_qemu() {
 
 install_packages() {
     if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
-        echo "setup: not Debian or Ubuntu; install yourself: $QEMU_PACKAGES $PACKAGES"
+        echo "setup: not Debian or Ubuntu; install yourself: $QEMU_PACKAGES $LIBVIRT_PACKAGES" \
+            "$PACKAGES"
         return 0
     fi
     # shellcheck source=/dev/null
     . /etc/os-release
     backports=
-    # The QEMU of Debian 12 is too old; later releases and Ubuntu have a newer one.
+    # QEMU and libvirt of Debian 12 are too old; later releases and Ubuntu have newer ones.
     if [ "$ID" = debian ] && [ "${VERSION_ID:-}" = 12 ]; then
         backports=$VERSION_CODENAME
     fi
@@ -224,7 +227,8 @@ install_packages() {
     command -v cc >/dev/null || packages="gcc libc6-dev $packages"
     # shellcheck disable=SC2086 # These are lists of words.
     packages=$(missing_packages $packages)
-    qemu=$(missing_qemu "$backports")
+    # shellcheck disable=SC2086
+    qemu=$(missing_qemu "$backports")$(missing_packages $LIBVIRT_PACKAGES)
     if [ -z "$packages$qemu" ]; then
         echo "setup: all packages are installed"
         # Container images lack apt's lists, and the tests ask apt for a kernel.

@@ -11,6 +11,7 @@ mod encrypted;
 mod images;
 mod kills;
 mod kvm;
+mod libvirt;
 mod nbd;
 mod no_space;
 mod polling;

@@ -71,7 +71,7 @@ const UML: (&str, &str) = ("linux.uml", "user-mode-linux");
 
 /// The kernel's command line. A guest that panics reboots at once, which is noticed; a guest that
 /// hangs is not.
-pub(crate) const KERNEL_OPTIONS: &str = "console=ttyS0 loglevel=5 panic=-1 mitigations=off";
+pub const KERNEL_OPTIONS: &str = "console=ttyS0 loglevel=5 panic=-1 mitigations=off";
 
 /// A further kernel option after a boot from a disk.
 pub const BOOTED_FROM_DISK: &str = "booted-from-disk";

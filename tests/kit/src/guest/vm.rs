@@ -154,8 +154,17 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Like [`Vm::boot`], with `command` to start QEMU, given the folder of its sockets.
-    fn boot_with(options: &VmOptions, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
+    /// Starts a guest with a command of the caller, and waits until it is ready for scripts. The
+    /// command gets a folder with two sockets that listen: its QEMU connects `agent` to the second
+    /// serial port of the guest and `monitor` to a QMP monitor, and its standard output is the
+    /// console. Dropping the guest kills the command.
+    ///
+    /// # Errors
+    /// As for [`Vm::boot`].
+    pub fn boot_with(
+        options: &VmOptions,
+        command: impl Fn(&Path) -> Result<Command>,
+    ) -> Result<Self> {
         for _ in 1..options.boot_attempts {
             match Self::start(options, &command) {
                 Err(error) if error.is::<QemuCrashed>() => {
