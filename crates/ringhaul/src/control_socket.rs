@@ -4,6 +4,7 @@
 //! thread never wait for a client. The length of a request is bounded, and a client that does not
 //! read its answers is dropped.
 
+pub(crate) mod access;
 mod client;
 mod client_quota;
 mod connection;
@@ -31,6 +32,7 @@ use crate::daemon::Daemon;
 use crate::socket::Endpoint;
 use crate::socket::peer::{Peer, peer_is_in_group};
 use crate::takeover;
+use access::Access;
 use client::Client;
 use client_quota::ClientQuota;
 use connection::{Connection, Input, LIMITS, Line};
@@ -95,14 +97,14 @@ impl ControlSocket {
         Ok(endpoint)
     }
 
-    /// Starts to listen. Members of `group` may send requests too.
+    /// Starts to listen, for clients with these rights.
     ///
     /// # Errors
     ///
     /// When the kernel has no thread or descriptor left.
     pub(crate) fn start(
         endpoint: Arc<Endpoint>,
-        group: Option<u32>,
+        access: Access,
         daemon: Weak<Daemon>,
     ) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -113,7 +115,7 @@ impl ControlSocket {
         let listening = Arc::clone(&endpoint);
         let thread = std::thread::Builder::new()
             .name("ringhaul-rpc".into())
-            .spawn(move || listen(&listening, &stopped, group, &daemon, &counted))
+            .spawn(move || listen(&listening, &stopped, &access.into(), &daemon, &counted))
             .context("cannot start the thread of the control socket")?;
         Ok(Self { stop, thread: Some(thread), in_progress, _endpoint: endpoint })
     }
@@ -140,7 +142,7 @@ impl Drop for ControlSocket {
 fn listen(
     endpoint: &Endpoint,
     stop: &OwnedFd,
-    group: Option<u32>,
+    access: &Arc<Access>,
     daemon: &Weak<Daemon>,
     in_progress: &Arc<RequestsInProgress>,
 ) {
@@ -165,10 +167,10 @@ fn listen(
             }
             None => continue,
         };
-        let quota = quota.clone();
+        let (quota, access) = (quota.clone(), Arc::clone(access));
         let in_progress = Arc::clone(in_progress);
         let serve = move || {
-            if let Err(error) = serve_client(stream, group, &daemon, &in_progress, &quota) {
+            if let Err(error) = serve_client(stream, access, &daemon, &in_progress, &quota) {
                 tracing::debug!("disconnected a client of the control socket: {error:#}");
             }
         };
@@ -208,7 +210,7 @@ fn is_owner(peer: u32, own: u32) -> bool {
 /// Answers the requests of one client until it disconnects.
 fn serve_client(
     stream: UnixStream,
-    group: Option<u32>,
+    access: Arc<Access>,
     daemon: &Weak<Daemon>,
     in_progress: &RequestsInProgress,
     quota: &ClientQuota,
@@ -218,7 +220,7 @@ fn serve_client(
         |code, text: &str| connection.send(&answer_line(None, Err(RpcError::new(code, text))));
     let peer = Peer::from_socket(&connection).context("cannot identify the client")?;
     let is_owner = is_owner(peer.uid, geteuid().as_raw());
-    let is_member = match group {
+    let is_member = match access.group {
         Some(group) => {
             peer_is_in_group(&connection, group).context("cannot read the groups of the client")?
         }
@@ -237,7 +239,7 @@ fn serve_client(
             return Ok(());
         }
     };
-    let mut client = Client::new(Weak::clone(daemon), peer, slot, Arc::clone(&connection));
+    let mut client = Client::new(Weak::clone(daemon), access, peer, slot, Arc::clone(&connection));
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {

@@ -209,10 +209,19 @@ pub struct ServeArgs {
     /// changes.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub state: Option<PathBuf>,
-    /// The members of this group may connect to the control socket too. They can make the daemon
-    /// read and write every file that it can.
+    /// The members of this group may connect to the control socket too. They name disks in
+    /// `--allow-disk-dir` alone, and place sockets beside the control socket or in
+    /// `--allow-socket-dir`.
     #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
+    /// Commands on the control socket may name files in this folder and its subfolders; may be
+    /// repeated. No link leads out of it.
+    #[arg(help_heading = "Socket", long, value_name = "FOLDER", requires = "control")]
+    pub allow_disk_dir: Vec<PathBuf>,
+    /// Commands on the control socket may place sockets of exports in this folder and its
+    /// subfolders; may be repeated. The folder of the control socket is always allowed.
+    #[arg(help_heading = "Socket", long, value_name = "FOLDER", requires = "control")]
+    pub allow_socket_dir: Vec<PathBuf>,
     /// Take over from the daemon with this control socket, while its guests run: its exports, its
     /// sockets and its options. Options given beside this one replace the daemon's, except options
     /// of exports, which stay as they are. If anything fails, the old daemon continues.

@@ -12,6 +12,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 use crate::control_socket::ControlSocket;
+use crate::control_socket::access::Access;
 use crate::daemon::adding::OpeningThread;
 use crate::daemon::arguments::ParsedOptions;
 use crate::daemon::disk_monitor::DiskMonitor;
@@ -24,9 +25,9 @@ use crate::monitoring::server::MetricsServer;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::process::service_manager;
+use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
 use crate::socket::metrics_address::MetricsAddress;
-use crate::socket::{Endpoint, permissions};
 use crate::spec::command::{Command, CommandError, EndCause, Reply};
 use crate::spec::settings::Settings;
 use crate::spec::{EndpointSpec, ExportSpec};
@@ -70,7 +71,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     // Early, so that no signal is lost.
     let signals = take_signals(config.is_some())?;
     set_up_process(args)?;
-    let group = control_group(args)?;
+    let access = Access::new(args)?;
     let sockets = args.exports()?.into_iter().map(|export| export.endpoint);
     if let Some(path) = &args.control
         && sockets.into_iter().any(|endpoint| endpoint == EndpointSpec::Path(path.clone()))
@@ -79,7 +80,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     }
     // Before the state is read: a daemon that listens there usually owns the state, too.
     let control = match (inherited.control(args.control.as_deref())?, &args.control) {
-        (None, Some(path)) => Some(ControlSocket::bind(path, group)?),
+        (None, Some(path)) => Some(ControlSocket::bind(path, access.group)?),
         (passed, _) => passed,
     };
     let mut start = Start::read(args, config)?;
@@ -98,7 +99,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     });
     let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
     let control = match control {
-        Some(endpoint) => listen(Some(endpoint), group, &daemon, options)?,
+        Some(endpoint) => listen(Some(endpoint), access, &daemon, options)?,
         None => None,
     };
     let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
@@ -118,7 +119,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     std::env::set_current_dir(&options.directory)
         .with_context(|| format!("cannot work in {}", options.directory.display()))?;
     set_up_process(&args)?;
-    let group = control_group(&args)?;
+    let access = Access::new(&args)?;
     let mut control = predecessor.control.take();
     let previous_state = PreviousState::read(before, options, &args)?;
     let base_settings = Settings::from_limits(args.poll_limits());
@@ -145,7 +146,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
         ok_or_log(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
     let control =
-        ok_or_log(listen(control, group, &daemon, options), "the control socket").flatten();
+        ok_or_log(listen(control, access, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
     service_manager::ready();
     ok_or_log(service_status::start(&daemon), "reports to the service manager");
@@ -207,22 +208,16 @@ fn reload_served(
     Reload::start(file, config, &served, Arc::downgrade(daemon))
 }
 
-/// The group whose members may use the control socket.
-fn control_group(args: &ServeArgs) -> Result<Option<u32>> {
-    let name = args.control_group.as_deref();
-    name.map(permissions::group_id).transpose().context("cannot use --control-group")
-}
-
 /// Listens on the control socket, if there is one.
 fn listen(
     control: Option<Endpoint>,
-    group: Option<u32>,
+    access: Access,
     daemon: &Arc<Daemon>,
     options: ProcessOptions,
 ) -> Result<Option<ControlSocket>> {
     let control = control.map(Arc::new);
     daemon.set_process_options(options, control.as_ref().map(Arc::downgrade));
-    let start = |socket| ControlSocket::start(socket, group, Arc::downgrade(daemon));
+    let start = |socket| ControlSocket::start(socket, access, Arc::downgrade(daemon));
     control.map(start).transpose()
 }
 

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, ringhaul, run};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::system::print_skipped;
 use serde_json::{Value, json};
 
@@ -113,4 +113,116 @@ fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
     let ended = call_as_member(&path, "shutdown", &json!({}))?;
     ensure!(ended["error"].is_null(), "{ended}");
     daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// A daemon whose members may name files in the folder `allowed`, and sockets beside the control
+/// socket.
+fn serve_members(folders: &TestFolders, options: &[&str]) -> Result<Running> {
+    let allowed = folders.path("allowed");
+    if !allowed.exists() {
+        fs::create_dir(&allowed)?;
+    }
+    for folder in [folders.path("x"), folders.socket("x")] {
+        let folder = folder.parent().context("a file has a folder")?;
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
+    }
+    let mut command = ringhaul()?;
+    command.args(["serve", "--name", "vm", "--device", "scsi", "--lun", "0,null=1M"]);
+    command.arg("--socket-path").arg(folders.socket("vm.sock"));
+    command.arg("--control").arg(folders.socket("control")).args(["--control-group", GROUP]);
+    command.arg("--allow-disk-dir").arg(allowed).args(options);
+    Running::serve(&mut command)
+}
+
+/// The export of a member, with a socket beside the control socket.
+fn export(folders: &TestFolders, name: &str, disk: &Value) -> Value {
+    json!({ "name": name, "endpoint": { "path": folders.socket(&format!("{name}.sock")) },
+        "device": { "blk": disk } })
+}
+
+#[test]
+fn members_name_files_and_sockets_in_allowed_folders_alone() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let daemon = serve_members(&folders, &[])?;
+    let control = folders.socket("control");
+    for name in ["secret", "allowed/disk", "allowed/key"] {
+        folders.disk(name, 1 << 20)?;
+    }
+    symlink(folders.path("secret"), folders.path("allowed/link"))?;
+    fs::create_dir(folders.path("allowed/open"))?;
+    fs::set_permissions(folders.path("allowed/open"), fs::Permissions::from_mode(0o777))?;
+    symlink(folders.path("allowed/disk"), folders.path("allowed/within"))?;
+    let (allowed, secret) = (folders.path("allowed"), folders.path("secret"));
+    let file = |path: &str| json!({ "file": allowed.join(path) });
+    let answer = call_as_member(&control, "export.add", &export(&folders, "disk", &file("disk")))?;
+    ensure!(answer["error"].is_null(), "{answer}");
+    let luks = json!({ "luks": { "key": { "file": secret }, "over": file("disk") } });
+    let elsewhere = json!({ "endpoint": { "path": folders.path("vm.sock") },
+        "device": { "blk": "null:1M" } });
+    let descriptor = json!({ "endpoint": { "fd": 3 }, "device": { "blk": "null:1M" } });
+    let state = json!({ "endpoint": { "path": folders.socket("control.state.new") },
+        "device": { "blk": "null:1M" } });
+    let with = |disk: Value| export(&folders, "no", &disk);
+    let backing = json!({ "qcow2": { "backing": "anywhere", "over": file("disk") } });
+    let refusals = [
+        (with(json!({ "file": secret })), "it is outside"),
+        (with(file("../secret")), "without '..'"),
+        (with(file("link")), "cannot name"),
+        (with(luks), "cannot name"),
+        (with(json!("nbd,socket=/run/server")), "name the server by host and port"),
+        (with(json!("rbd:pool/image")), "its access to a Ceph cluster"),
+        (with(json!({ "luks": { "key": { "fd": 9 }, "over": file("disk") } })), "descriptor"),
+        (with(backing), "backing files"),
+        (elsewhere, "cannot place a socket"),
+        (descriptor, "descriptor"),
+        (state, "kept for the daemon"),
+    ];
+    for (params, words) in refusals {
+        let answer = call_as_member(&control, "export.add", &params)?;
+        let says = answer["error"]["message"].as_str().unwrap_or_default();
+        ensure!(answer["error"]["code"] == REFUSED && says.contains(words), "{params}: {answer}");
+        // The same parameters mean something for root, who may name every file.
+        let of_root = Client::new(&control)?.call("export.add", &params)?;
+        ensure!(of_root["error"]["code"] != REFUSED, "{params}: {of_root}");
+        let name = params["name"].as_str().or_else(|| params["endpoint"]["path"].as_str());
+        let removal = json!({ "export": name.unwrap_or_default() });
+        Client::new(&control)?.call("export.remove", &removal)?;
+    }
+    let reservations = |path: &str| {
+        let settings = json!({ "reservations": allowed.join(path) });
+        json!({ "export": "vm", "unit": { "lun": 1, "disk": "null:1M", "settings": settings } })
+    };
+    for (path, words) in [("open/file", "can replace files in"), ("../file", "without '..'")] {
+        let answer = call_as_member(&control, "lun.add", &reservations(path))?;
+        let says = answer["error"]["message"].as_str().unwrap_or_default();
+        ensure!(answer["error"]["code"] == REFUSED && says.contains(words), "{path}: {answer}");
+    }
+    let answer = call_as_member(&control, "lun.add", &reservations("file"))?;
+    ensure!(answer["error"].is_null(), "{answer}");
+    Client::new(&control)?.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
+#[test]
+fn a_folder_that_is_allowed_exists() -> Result<()> {
+    let folders = test_folders()?;
+    for option in ["--allow-disk-dir", "--allow-socket-dir"] {
+        let mut command = ringhaul()?;
+        command.args(["serve", "--disk", "null:1M", "--socket-path"]);
+        command.arg(folders.socket("vm.sock")).arg("--control").arg(folders.socket("control"));
+        let refused = run(command.arg(option).arg(folders.path("absent")))?;
+        refused.expect_refusal(&[option, "absent"])?;
+    }
+    // A file has them as lists.
+    let file = folders.path("ringhaul.toml");
+    let text = format!("allow-disk-dir = [\"/\", \"{}\"]\n", folders.path("absent").display());
+    fs::write(&file, text)?;
+    let mut command = ringhaul()?;
+    command.args(["serve", "--disk", "null:1M", "--socket-path"]);
+    command.arg(folders.socket("vm.sock")).arg("--control").arg(folders.socket("control"));
+    run(command.arg("--config").arg(&file))?.expect_refusal(&["--allow-disk-dir", "absent"])
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 
 use anyhow::{Context, Result};
 
+use super::access::Access;
 use super::client_quota::ClientSlot;
 use super::connection::{Connection, LIMITS};
 use super::message::{Code, RpcError, event_line};
@@ -20,6 +21,7 @@ use crate::takeover;
 /// A client.
 pub(super) struct Client {
     daemon: Weak<Daemon>,
+    access: Arc<Access>,
     pub(super) peer: Peer,
     pub(super) slot: ClientSlot,
     pub(super) connection: Arc<Connection>,
@@ -38,11 +40,12 @@ struct Events {
 impl Client {
     pub(super) fn new(
         daemon: Weak<Daemon>,
+        access: Arc<Access>,
         peer: Peer,
         slot: ClientSlot,
         connection: Arc<Connection>,
     ) -> Self {
-        Self { daemon, peer, slot, connection, subscription: None, beginning: None }
+        Self { daemon, access, peer, slot, connection, subscription: None, beginning: None }
     }
 
     /// Runs `binary` as the user of the daemon, to take over from it.
@@ -58,6 +61,17 @@ impl Client {
 
     /// Lets the daemon carry out a command, and waits for the reply.
     pub(super) fn handle(&self, command: Command) -> Result<Reply, RpcError> {
+        if !self.slot.is_owner {
+            let checked = match &command {
+                Command::Add(specs) => {
+                    specs.iter().try_for_each(|spec| self.access.check_export(spec))
+                }
+                Command::AddUnit(_, unit) => self.access.check_unit(unit),
+                _ => Ok(()),
+            };
+            let refuse = |error| RpcError::new(Code::Refused, format!("{error:#}"));
+            checked.map_err(refuse)?;
+        }
         self.daemon()?.handle(command).map_err(|error| RpcError::from(&error))
     }
 

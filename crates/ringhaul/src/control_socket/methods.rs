@@ -417,6 +417,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::sync::{Arc, Weak};
 
+    use super::super::access::Access;
     use super::super::client_quota::ClientQuota;
     use super::super::connection::{Connection, LIMITS};
     use super::*;
@@ -585,7 +586,8 @@ mod tests {
         let peer = Peer::from_socket(&ours).unwrap();
         let slot = ClientQuota::default().take(false).unwrap();
         let connection = Arc::new(Connection::new(ours, LIMITS).unwrap());
-        Client::new(Weak::new(), peer, slot, connection)
+        let access = Access { socket_folders: vec!["/".into()], ..Access::default() };
+        Client::new(Weak::new(), access.into(), peer, slot, connection)
     }
 
     #[test]

@@ -112,7 +112,7 @@ impl Drop for PendingChange<'_> {
 struct Reloader {
     file: ConfigFile,
     /// The options of the file in effect, since the start or a later reload.
-    options: BTreeMap<String, String>,
+    options: BTreeMap<String, Vec<String>>,
     daemon: Weak<Daemon>,
     record: Shared,
     /// Counts the threads that read the file: each holds a clone.
@@ -412,7 +412,8 @@ fn may_change(key: &str, config: &Config) -> bool {
 }
 
 /// The value of an option in command-line form.
-fn value_of(option: &str) -> String {
+fn value_of(options: &[String]) -> String {
+    let option = options.first().map_or("", String::as_str);
     option.split_once('=').map_or(option, |(_, value)| value).to_owned()
 }
 

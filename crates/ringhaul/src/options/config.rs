@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow};
 use blockio::file::open_regular;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, FromArgMatches};
+use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
 use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
@@ -50,7 +50,7 @@ pub struct Config {
     /// The exports of the file.
     pub exports: Vec<ExportSpec>,
     /// The options of the file that take effect, in command-line form.
-    pub(crate) options: BTreeMap<String, String>,
+    pub(crate) options: BTreeMap<String, Vec<String>>,
 }
 
 /// A parsed value and its place in the file.
@@ -119,9 +119,9 @@ impl ConfigFile {
         self.add_to_command_line(options, written, (error_at, &|byte| place(text, byte).0))
     }
 
-    /// Converts a key and its value to a command-line option. `None` if that is the default, or the
+    /// Converts a key and its value to command-line options. `None` if that is the default, or the
     /// command line sets the option itself.
-    fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<String>> {
+    fn option(&self, key: &str, value: Spanned<DeValue<'_>>) -> Result<Option<Vec<String>>> {
         let serve = self.program.find_subcommand("serve").context("the program has no `serve`")?;
         if EXPORT_OPTIONS.contains(&key) {
             return Err(anyhow!("{key} is a key of an export; write it under [[export]]"));
@@ -131,8 +131,9 @@ impl ConfigFile {
         let arg = arg.with_context(|| format!("unknown option '{key}'; see `serve --help`"))?;
         let value = toml::Value::deserialize(ValueDeserializer::from(value))
             .map_err(|error| anyhow!("{}", error.message()))?;
-        let Some(option) = option(key, arg, value)? else { return Ok(None) };
-        match serve.clone().try_get_matches_from(["serve", &option]) {
+        let options = options(key, arg, value)?;
+        let words = ["serve"].into_iter().chain(options.iter().map(String::as_str));
+        match serve.clone().try_get_matches_from(words) {
             // A missing companion option may come from another key or from the command line.
             Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => {
                 return Err(anyhow!("{}", one_line(&error)));
@@ -142,12 +143,12 @@ impl ConfigFile {
         let given = self.program.clone().try_get_matches_from(&self.arguments)?;
         let given = given.subcommand_matches("serve").context("the command is not `serve`")?;
         let is_given = given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
-        Ok((!is_given).then_some(option))
+        Ok((!is_given && !options.is_empty()).then_some(options))
     }
 
     fn add_to_command_line(
         &self,
-        options: BTreeMap<String, String>,
+        options: BTreeMap<String, Vec<String>>,
         written: Vec<Placed<WrittenExport>>,
         (error_at, line_of): (
             impl Fn(Range<usize>, &str) -> anyhow::Error,
@@ -157,7 +158,7 @@ impl ConfigFile {
         let path = || format!("{}, with the command line", self.path.display());
         let mut arguments = self.arguments.clone();
         let at = self.options_at..self.options_at;
-        arguments.splice(at, options.values().map(OsString::from));
+        arguments.splice(at, options.values().flatten().map(OsString::from));
         let matches = self.program.clone().try_get_matches_from(arguments);
         let matches = matches.map_err(|error| anyhow!("{}: {}", path(), one_line(&error)))?;
         let of_serve = matches.subcommand_matches("serve").context("the command is not `serve`")?;
@@ -212,6 +213,18 @@ fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, to
         return array.into_iter().map(written).collect();
     }
     Err(serde::de::Error::custom("write each export as a table [[export]]"))
+}
+
+/// Converts a key and its value to command-line options. A list makes one of each of its items, for
+/// an option that may be repeated.
+fn options(key: &str, arg: &Arg, value: toml::Value) -> Result<Vec<String>> {
+    match value {
+        toml::Value::Array(items) if matches!(arg.get_action(), ArgAction::Append) => {
+            let made = items.into_iter().map(|item| option(key, arg, item));
+            made.filter_map(Result::transpose).collect()
+        }
+        value => Ok(option(key, arg, value)?.into_iter().collect()),
+    }
 }
 
 /// Converts a key and its value to a command-line option. `None`: a switch that is off.
