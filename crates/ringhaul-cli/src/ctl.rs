@@ -7,12 +7,13 @@ mod connection;
 mod doctor;
 mod show;
 mod top;
+pub(crate) mod upgrade;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use ringhaul::control_socket;
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
@@ -27,20 +28,9 @@ const EXIT_REFUSED: u8 = 1;
 /// The removal was not finished by the deadline and continues.
 const EXIT_UNFINISHED: u8 = 3;
 
-/// No program has taken over; an attempt in a moment may succeed.
-const EXIT_UPGRADE_LATER: u8 = 4;
-
-/// No program has taken over, and another attempt would fail in the same way.
-const EXIT_UPGRADE_REFUSED: u8 = 5;
-
-/// Error codes of answers: handed over to another process, removal continues, and two for upgrades.
+/// Error codes of answers: handed over to another process, and removal continues.
 const HANDED_OVER: i64 = 6;
 const UNFINISHED: i64 = 8;
-const UPGRADE_LATER: i64 = 10;
-const UPGRADE_REFUSED: i64 = 11;
-
-/// The pause between two attempts of an upgrade.
-const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Sends the command and prints the answer. The exit code is nonzero if the daemon refused or
 /// failed.
@@ -60,6 +50,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     }
     // Invalid words fail here, before any daemon is contacted.
     let calls = calls::calls_of(&args.what)?;
+    if let CtlCommand::Upgrade { binary, option, retry } = &args.what {
+        let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
+        let (binary, retry) =
+            (upgrade::program(binary)?, Duration::from_millis(retry.unwrap_or(0)));
+        return upgrade::run(&binary, retry, &find_control_socket(args.control.clone())?, form);
+    }
     let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;
     match &args.what {
@@ -67,22 +63,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
         CtlCommand::Doctor(options) => return doctor::run(options, &mut daemon, form),
         _ => {}
     }
-    let retry = match args.what {
-        CtlCommand::Upgrade { retry, .. } => Duration::from_millis(retry.unwrap_or(0)),
-        _ => Duration::ZERO,
-    };
-    let retry_until = Instant::now() + retry;
     // Only `export.add` makes several calls.
     let names: Vec<String> = calls.iter().map(|(_, params)| calls::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
         let mut asked = ask(&mut daemon, method, params.clone(), form)?;
-        while let Err(Refusal { code: UPGRADE_LATER, .. }) = asked
-            && Instant::now() < retry_until
-        {
-            std::thread::sleep(RETRY_PAUSE);
-            asked = ask(&mut daemon, method, params.clone(), form)?;
-        }
         if let Err(Refusal { code: HANDED_OVER, .. }) = asked
             && let Ok(next) = Connection::new(&control)
         {
@@ -100,8 +85,6 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
                 eprintln!("ringhaul: {message}{}", describe_partial_add(&names, number));
                 return Ok(ExitCode::from(match refusal.code {
                     UNFINISHED => EXIT_UNFINISHED,
-                    UPGRADE_LATER => EXIT_UPGRADE_LATER,
-                    UPGRADE_REFUSED => EXIT_UPGRADE_REFUSED,
                     _ => EXIT_REFUSED,
                 }));
             }

@@ -173,6 +173,9 @@ enum Command {
         /// The folder, which exists.
         folder: PathBuf,
     },
+    /// Become a program that takes over from a daemon, in the place of that daemon.
+    #[command(name = ctl::upgrade::successor::COMMAND, hide = true)]
+    BecomeSuccessor,
     /// Print the version, the commit, the features, and the engines of this machine.
     Version,
 }
@@ -244,6 +247,10 @@ fn main() -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
+    if let Command::BecomeSuccessor = cli.command {
+        // The log has a thread, and a process with threads cannot enter namespaces.
+        return ctl::upgrade::successor::become_successor();
+    }
     if let Err(error) = log::start(cli.log_format, cli.log.as_deref()) {
         eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
         return ExitCode::from(EXIT_USAGE);
@@ -262,7 +269,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Completions { shell } => print_completions(shell),
         Command::Manual { folder } => manual::write(Cli::command(), &folder),
-        Command::Version => print_version(),
+        Command::Version | Command::BecomeSuccessor => print_version(),
     });
     let code = result.unwrap_or_else(|error| {
         if is_unread(&error) {

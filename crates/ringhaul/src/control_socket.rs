@@ -295,7 +295,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         answer(Ok(serde_json::json!({})))?;
     }
     let result = call.and_then(|(kind, call)| {
-        let may_wait = kind == Kind::MayWait;
+        let may_wait = matches!(kind, Kind::MayWait | Kind::Wait);
         let _waiting = may_wait.then(|| client.slot.begin_slow_request()).transpose()?;
         let done = call(client)?;
         if matches!(kind, Kind::Change | Kind::MayWait) && !is_listing {
@@ -305,6 +305,7 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
     });
     if !ends {
         answer(result)?;
+        client.send_streams()?;
     }
     client.begin_events()
 }

@@ -14,7 +14,7 @@ pub mod process;
 pub mod serve;
 pub mod socket;
 pub mod spec;
-mod takeover;
+pub mod takeover;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod threads;

@@ -48,6 +48,7 @@ mod throttling;
 mod top;
 mod unchanged_disks;
 mod units;
+mod upgrade_place;
 
 use std::path::PathBuf;
 

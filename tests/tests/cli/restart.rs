@@ -328,7 +328,17 @@ fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
     let script = script.display().to_string();
     let done = run(&mut ctl(&folders, &["upgrade", &script])?)?.expect_code(5)?;
     ensure!(done.stderr.contains("--iopoll"), "{}", done.stderr);
-    let answer = client.call("upgrade", &json!({ "binary": script }))?;
+    // A client without `ctl` starts the program itself.
+    let mut taker = || -> Result<Value> {
+        let mut command = Command::new(&script);
+        command.args(["serve", "--takeover"]).arg(folders.socket("control"));
+        let taker = Running::start(&mut command)?;
+        let wait = json!({ "process": taker.pid().as_raw_pid(), "deadline-ms": 60_000 });
+        let answer = client.call("upgrade.wait", &wait)?;
+        taker.finish()?.expect_code(2)?;
+        Ok(answer)
+    };
+    let answer = taker()?;
     ensure!(answer["error"]["code"] == 11, "{answer}");
     // Another hand-over is in progress, and its process sends nothing more.
     let begin = json!({ "formats": [4, 5, 6, 7, 8], "inflight-versions": [1], "version": "x" });
@@ -338,7 +348,7 @@ fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
     let binary = binary.display().to_string();
     let done = run(&mut ctl(&folders, &["upgrade", &binary])?)?.expect_code(4)?;
     ensure!(done.stderr.contains("another process is taking over the exports"), "{}", done.stderr);
-    let answer = client.call("upgrade", &json!({ "binary": binary }))?;
+    let answer = taker()?;
     ensure!(answer["error"]["code"] == 10, "{answer}");
     // The upgrade succeeds in the end. A change in the meantime waits for the process that serves
     // then.

@@ -9,7 +9,6 @@ use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
-use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::{Tmpfs, can_change_system};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -291,9 +290,12 @@ fn writes_without_space_are_held_until_there_is_space() -> Result<()> {
         Ok(shown["disk-state"] == "held" && shown["disks"][0]["waited"] == 4)
     };
     while !is_held(&mut client)? {}
-    let binary = json!({ "binary": ringhaul_binary()? });
-    let refused = client.call("upgrade", &binary)?;
+    let mut taker = ringhaul()?;
+    let taker = Running::start(taker.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let wait = json!({ "process": taker.pid().as_raw_pid(), "deadline-ms": 60_000 });
+    let refused = client.call("upgrade.wait", &wait)?;
     ensure!(refused["error"]["code"] == 10, "{refused}");
+    taker.finish()?.expect_code(2)?;
     daemon.wait_for("wait for their retry")?;
     ctl(&folders, &["resume", "vm"])?;
     ensure!(is_held(&mut client)?, "there is no space yet");

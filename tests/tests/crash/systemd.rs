@@ -81,6 +81,17 @@ impl Host {
         self.property(VM, "MainPID")
     }
 
+    /// The rights, namespaces, control groups and limits of the service's process.
+    fn place(&self) -> Result<String> {
+        let folder = format!("/proc/{}", self.process()?);
+        self.run(&format!(
+            "cd {folder}
+            for name in mnt net uts ipc cgroup; do readlink ns/$name; done
+            cat cgroup limits oom_score_adj
+            grep -E '^(Umask|Uid|Gid|Groups|CapEff|CapBnd|CapAmb|NoNewPrivs):' status"
+        ))
+    }
+
     /// Connects again, when the service has another process than this one.
     fn reconnect(&self, driver: &mut Driver, process: &str) -> Result<()> {
         driver.take()?;
@@ -107,7 +118,7 @@ fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
         host.reconnect(&mut driver, &process).with_context(|| format!("round {round}"))?;
         driver.run(200, false)?;
         // The file of the program is another one, as after the upgrade of a package.
-        let process = host.process()?;
+        let (process, place) = (host.process()?, host.place()?);
         host.run(
             "cp /mnt/ringhaul/ringhaul /usr/bin/ringhaul.new
             mv /usr/bin/ringhaul.new /usr/bin/ringhaul
@@ -115,6 +126,8 @@ fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
         )?;
         driver.run(200, false)?;
         ensure!(host.process()? != process, "systemd does not know the new process");
+        let now = host.place()?;
+        ensure!(now == place, "the new process is elsewhere:\n{now}\ninstead of\n{place}");
         host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")?;
     }
     ensure!(host.property(VM, "NRestarts")? == "3", "an upgrade is no restart");

@@ -6,7 +6,6 @@ use anyhow::{Context, Result, bail};
 use device::unit_address::LUN_MAX;
 use ringhaul::options::ExportArgs;
 use ringhaul::options::unit::{parse_lun, parse_place};
-use ringhaul::spec::command::check_is_path;
 use ringhaul::spec::qos::QosChange;
 use ringhaul::spec::settings::SettingsChange;
 use ringhaul::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
@@ -53,12 +52,10 @@ pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
         CtlCommand::Metrics => ("metrics", json!({})),
         CtlCommand::Events { kinds } if kinds.is_empty() => ("subscribe", json!({})),
         CtlCommand::Events { kinds } => ("subscribe", json!({ "events": kinds })),
-        CtlCommand::Upgrade { binary, option, .. } => {
-            let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
-            check_is_path(binary)?;
-            ("upgrade", json!({ "binary": absolute(binary)? }))
-        }
-        CtlCommand::Schema | CtlCommand::Top(_) | CtlCommand::Doctor(_) => return Ok(Vec::new()),
+        CtlCommand::Schema
+        | CtlCommand::Top(_)
+        | CtlCommand::Doctor(_)
+        | CtlCommand::Upgrade { .. } => return Ok(Vec::new()),
         CtlCommand::Shutdown { .. } => ("shutdown", json!({})),
         CtlCommand::Call { method, params } => {
             let params = serde_json::from_str(params).context("the parameters are not JSON")?;
@@ -299,17 +296,6 @@ mod tests {
         ] {
             let error = format!("{:#}", calls(&format!("set-disk vm {words}")).unwrap_err());
             assert!(error.contains(expected), "{words}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_program_is_named_in_two_ways() {
-        let call = [("upgrade".to_owned(), json!({ "binary": "/bin/it" }))];
-        for words in ["upgrade /bin/it", "upgrade --binary /bin/it"] {
-            assert_eq!(calls(words).unwrap(), call, "{words}");
-        }
-        for bad in ["upgrade", "upgrade --binary it", "upgrade /bin/it --binary /bin/it"] {
-            assert!(calls(bad).is_err(), "{bad}");
         }
     }
 

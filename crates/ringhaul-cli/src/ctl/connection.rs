@@ -29,10 +29,7 @@ pub(super) struct Refusal {
 
 impl Connection {
     pub(super) fn new(path: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(path).with_context(|| {
-            format!("cannot connect to {}; is it a daemon's --control?", path.display())
-        })?;
-        let (path, stream) = (path.to_owned(), BufReader::new(stream));
+        let (path, stream) = (path.to_owned(), BufReader::new(connect(path)?));
         Ok(Self { path, stream, events: VecDeque::new() })
     }
 
@@ -60,13 +57,7 @@ impl Connection {
                 self.events.push_back(line["params"].take());
                 continue;
             }
-            if let Some(error) = line.get("error") {
-                let message = error["message"].as_str().unwrap_or("the daemon refused the request");
-                let (code, message) = (error["code"].as_i64().unwrap_or(0), message.to_owned());
-                return Ok(Err(Refusal { code, message }));
-            }
-            let result = line.get_mut("result").map(Value::take);
-            return Ok(Ok(result.context("the answer has neither result nor error")?));
+            return outcome(line);
         }
     }
 
@@ -106,6 +97,24 @@ impl Connection {
     fn asking(&self) -> String {
         format!("cannot send a request to the daemon at {}", self.path.display())
     }
+}
+
+/// Connects to a daemon.
+pub(super) fn connect(path: &Path) -> Result<UnixStream> {
+    UnixStream::connect(path).with_context(|| {
+        format!("cannot connect to {}; is it a daemon's --control?", path.display())
+    })
+}
+
+/// The result in an answer, or the refusal.
+pub(super) fn outcome(mut answer: Value) -> Result<Result<Value, Refusal>> {
+    if let Some(error) = answer.get("error") {
+        let message = error["message"].as_str().unwrap_or("the daemon refused the request");
+        let (code, message) = (error["code"].as_i64().unwrap_or(0), message.to_owned());
+        return Ok(Err(Refusal { code, message }));
+    }
+    let result = answer.get_mut("result").map(Value::take);
+    Ok(Ok(result.context("the answer has neither result nor error")?))
 }
 
 /// The environment variable with the path of a control socket.

@@ -1,8 +1,9 @@
 //! A client, as methods see it: its daemon, and its subscription to events.
 
 use std::io;
-use std::path::Path;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -16,6 +17,7 @@ use crate::control::subscribers::{
 use crate::daemon::Daemon;
 use crate::socket::peer::Peer;
 use crate::spec::command::{Command, CommandError, Reply};
+use crate::spec::successor::{SuccessorProgress, SuccessorStart};
 use crate::takeover;
 
 /// A client.
@@ -29,6 +31,8 @@ pub(super) struct Client {
     subscription: Option<Subscription>,
     /// The events of a subscription that begins after its request is answered.
     beginning: Option<Events>,
+    /// Descriptors that follow the answer.
+    streams: Vec<OwnedFd>,
 }
 
 /// A queue of events, and the kinds that are sent. `None`: all.
@@ -45,18 +49,51 @@ impl Client {
         slot: ClientSlot,
         connection: Arc<Connection>,
     ) -> Self {
-        Self { daemon, access, peer, slot, connection, subscription: None, beginning: None }
+        let (subscription, beginning, streams) = (None, None, Vec::new());
+        Self { daemon, access, peer, slot, connection, subscription, beginning, streams }
     }
 
-    /// Runs `binary` as the user of the daemon, to take over from it.
-    pub(super) fn upgrade(&self, binary: &Path) -> Result<u32, RpcError> {
-        if !self.slot.is_owner {
-            let text = "only root and the user of this daemon may choose the program that takes \
-                        over from it";
-            return Err(RpcError::new(Code::Refused, text));
+    /// Describes the start of a process that is to take over. Its standard output and standard
+    /// error follow the answer as descriptors.
+    pub(super) fn begin_upgrade(&mut self) -> Result<SuccessorStart, RpcError> {
+        self.check_is_owner()?;
+        let start = takeover::successor_start(&*self.daemon()?);
+        let start = start.map_err(|error| RpcError::from(&error))?;
+        let streams =
+            [io::stdout().as_fd(), io::stderr().as_fd()].map(|fd| fd.try_clone_to_owned());
+        let streams: io::Result<Vec<_>> = streams.into_iter().collect();
+        self.streams = streams.map_err(|error| {
+            let text = format!("cannot pass standard output and standard error on: {error}");
+            RpcError::new(Code::UpgradeLater, text)
+        })?;
+        Ok(start)
+    }
+
+    /// Waits at most `limit` for a process to take over.
+    pub(super) fn await_upgrade(
+        &self,
+        process: u32,
+        limit: Duration,
+    ) -> Result<SuccessorProgress, RpcError> {
+        self.check_is_owner()?;
+        takeover::wait(&*self.daemon()?, process, limit).map_err(|error| RpcError::from(&error))
+    }
+
+    fn check_is_owner(&self) -> Result<(), RpcError> {
+        if self.slot.is_owner {
+            return Ok(());
         }
-        let process = takeover::upgrade(&*self.daemon()?, binary);
-        process.map_err(|error| RpcError::from(&error))
+        let text = "only root and the user of this daemon may start a program that takes over from \
+                    it";
+        Err(RpcError::new(Code::Refused, text))
+    }
+
+    /// Sends the descriptors that belong to the last answer.
+    pub(super) fn send_streams(&mut self) -> io::Result<()> {
+        match std::mem::take(&mut self.streams) {
+            streams if streams.is_empty() => Ok(()),
+            streams => self.connection.send_fds(&streams),
+        }
     }
 
     /// Lets the daemon carry out a command, and waits for the reply.

@@ -2,7 +2,7 @@
 //! time that it takes.
 
 use std::io::{self, Cursor};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,8 @@ use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+
+use crate::takeover::wire::send_fds;
 
 /// The limits on a client's lines.
 #[derive(Debug, Clone, Copy)]
@@ -120,6 +122,24 @@ impl Connection {
             }
         }
         Ok(())
+    }
+
+    /// Sends descriptors, with an empty line.
+    ///
+    /// # Errors
+    ///
+    /// When the client does not take them in time, or has gone.
+    pub(super) fn send_fds(&self, fds: &[OwnedFd]) -> io::Result<()> {
+        let _sending = self.sending.lock();
+        let until = Instant::now() + self.limits.taken_within;
+        loop {
+            match send_fds(&self.stream, fds.iter()) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.wait(PollFlags::OUT, Some(until))?;
+                }
+                sent => return sent,
+            }
+        }
     }
 
     /// Leaves the connection to a reader that waits without a limit. Returns the bytes that were

@@ -1,6 +1,6 @@
 //! The methods, their parameters, and their answers.
 
-use std::path::PathBuf;
+use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
@@ -21,10 +21,11 @@ use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
 use crate::spec::status::ExportDetails;
+use crate::spec::successor::{SuccessorProgress, SuccessorStart};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods.
-static METHODS: [&dyn Method; 18] = [
+static METHODS: [&dyn Method; 19] = [
     &Typed { name: "ping", kind: Kind::Query, carry_out: ping },
     &Typed { name: "export.list", kind: Kind::Query, carry_out: list },
     &Typed { name: "export.show", kind: Kind::Query, carry_out: show },
@@ -36,7 +37,8 @@ static METHODS: [&dyn Method; 18] = [
     &Typed { name: "disk.set", kind: Kind::Change, carry_out: set_disk },
     &Typed { name: "disk.resume", kind: Kind::Change, carry_out: resume_disk },
     &Typed { name: "set", kind: Kind::Change, carry_out: set },
-    &Typed { name: "upgrade", kind: Kind::MayWait, carry_out: upgrade },
+    &Typed { name: "upgrade.begin", kind: Kind::Change, carry_out: begin_upgrade },
+    &Typed { name: "upgrade.wait", kind: Kind::Wait, carry_out: await_upgrade },
     &Typed { name: "stats", kind: Kind::Query, carry_out: stats },
     &Typed { name: "metrics", kind: Kind::Query, carry_out: metrics },
     &Typed { name: "process", kind: Kind::Query, carry_out: process_status },
@@ -50,6 +52,8 @@ static METHODS: [&dyn Method; 18] = [
 pub(super) enum Kind {
     /// It changes nothing and does not wait.
     Query,
+    /// It changes nothing and may wait.
+    Wait,
     /// It does not wait.
     Change,
     /// A change that may wait for a disk or a guest.
@@ -384,23 +388,29 @@ fn subscribe(params: Subscribe, client: &mut Client) -> Result<Done, RpcError> {
     client.subscribe(params.events).map(|()| Done {})
 }
 
-/// Lets another program take over from the daemon, and answers when it has.
+/// Describes the start of a process that is to take over from the daemon. The daemon's standard
+/// output and standard error follow the answer, as descriptors with an empty line.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Upgrade {
-    /// The program that is started to take over from this one.
-    binary: PathBuf,
+struct BeginUpgrade {}
+
+fn begin_upgrade(_: BeginUpgrade, client: &mut Client) -> Result<SuccessorStart, RpcError> {
+    client.begin_upgrade()
 }
 
-/// The process that has taken over.
-#[derive(Serialize, JsonSchema)]
-struct Upgraded {
+/// Waits for a process to take over from the daemon.
+#[derive(Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct AwaitUpgrade {
     /// The id of the process.
     process: u32,
+    /// The longest time to wait, in milliseconds.
+    #[serde(default)]
+    deadline_ms: u32,
 }
 
-fn upgrade(params: Upgrade, client: &mut Client) -> Result<Upgraded, RpcError> {
-    Ok(Upgraded { process: client.upgrade(&params.binary)? })
+fn await_upgrade(params: AwaitUpgrade, client: &mut Client) -> Result<SuccessorProgress, RpcError> {
+    client.await_upgrade(params.process, Duration::from_millis(params.deadline_ms.into()))
 }
 
 /// Ends the daemon, as SIGTERM does.
@@ -540,9 +550,9 @@ mod tests {
     fn methods_that_may_wait_or_end_the_process_are_marked() {
         let of = |kind| METHODS.into_iter().filter(move |method| method.kind() == kind);
         let names = |kind| of(kind).map(|method| method.name()).collect::<Vec<_>>();
-        let waiting =
-            ["export.add", "export.remove", "lun.add", "lun.remove", "disk.resize", "upgrade"];
+        let waiting = ["export.add", "export.remove", "lun.add", "lun.remove", "disk.resize"];
         assert_eq!(names(Kind::MayWait), waiting);
+        assert_eq!(names(Kind::Wait), ["upgrade.wait"]);
         assert_eq!(names(Kind::Ends), ["shutdown"]);
     }
 
@@ -557,7 +567,7 @@ mod tests {
 
     /// A member of the group gets neither the disks nor the rights of the daemon.
     #[test]
-    fn a_member_may_call_every_method_but_the_upgrade() {
+    fn a_member_may_call_every_method_but_the_ones_of_an_upgrade() {
         let unit = json!({ "lun": 1, "disk": { "null": { "size-bytes": 512 } } });
         let export = json!({ "endpoint": { "path": "/a" }, "device": { "scsi": [] } });
         for method in METHODS {
@@ -568,7 +578,7 @@ mod tests {
                 }
                 "lun.add" => json!({ "export": "/a", "unit": unit }),
                 "lun.remove" => json!({ "export": "/a", "lun": 1 }),
-                "upgrade" => json!({ "binary": "/bin/true" }),
+                "upgrade.wait" => json!({ "process": 1 }),
                 _ => json!({}),
             };
             let call = method.with(params).unwrap();
@@ -577,7 +587,8 @@ mod tests {
             let is_refused = refused.as_ref().is_some_and(|problem| {
                 *problem == RpcError::new(Code::Refused, message_of(problem))
             });
-            assert_eq!(is_refused, method.name() == "upgrade", "{}: {refused:?}", method.name());
+            let is_upgrade = method.name().starts_with("upgrade.");
+            assert_eq!(is_refused, is_upgrade, "{}: {refused:?}", method.name());
         }
     }
 

@@ -1,10 +1,6 @@
 //! The commands of a daemon and their replies. Both are plain data: signals, the command line and
 //! the control socket send commands in the same form.
 
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
-
-use anyhow::{Result, bail};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -290,23 +286,6 @@ impl From<anyhow::Error> for CommandError {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed(error)
     }
-}
-
-/// Refuses a program name without a folder. The `PATH` of the daemon must not decide which program
-/// it starts.
-///
-/// # Errors
-///
-/// When the path contains no slash.
-pub fn check_is_path(binary: &Path) -> Result<()> {
-    if !binary.as_os_str().as_bytes().contains(&b'/') {
-        bail!(
-            "'{}' is not a path, and PATH is not searched; give the path of the new program, such \
-             as /usr/bin/ringhaul",
-            binary.display()
-        );
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -3,21 +3,18 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::ExitStatus;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, FromArgMatches};
 use ringhaul_kit::frontend::{Frontend, Setup};
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::{Value, json};
 
 use super::new_process::Predecessor;
 use super::old_process::{OPEN_MAX, TAKE_MAX, hand_over, parse_request};
+use super::wait;
 use super::wire::MAX_FDS;
-use super::{Started, not_taken};
 use crate::daemon::format::{BEGIN, FORMATS, GIVE_UP, PAUSE, ProcessOptions, TAKE};
 use crate::daemon::saved_state::SavedState;
 use crate::daemon::saved_state::file::StateFile;
@@ -28,8 +25,8 @@ use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::status::{ExportDetails, Served};
+use crate::spec::successor::SuccessorProgress;
 use crate::testing::wait_until;
-use crate::threads::ownership::Refusal;
 
 /// A command that waits for the end of a hand-over in vain takes longer.
 const LIMIT: Duration = Duration::from_secs(25);
@@ -374,20 +371,30 @@ fn a_refused_takeover_has_its_reason_and_code() {
         });
         assert!(error.unwrap().contains(expected));
     }
-    // The command that has started the program is told, once.
+    // The client that has started the program is told.
     let process = std::process::id();
+    let wait = |process| wait(&old.daemon, process, Duration::ZERO);
     for (formats, is_transient) in [(json!([1]), false), (json!(FORMATS), true)] {
-        old.daemon.ownership().start(|| (process, ()));
         let _held = is_transient.then(|| old.daemon.ownership().begin_hand_over(0).unwrap());
         let params = json!({ "formats": formats, "inflight-versions": [version], "version": "x" });
         let error = old.take(|taker, _| {
             taker.send(BEGIN, &params);
             assert!(taker.answer()["error"].is_object());
         });
-        let reason = Some(Refusal { why: error.unwrap(), is_transient });
-        assert_eq!(old.daemon.ownership().reason(process), reason);
-        assert_eq!(old.daemon.ownership().reason(process), None);
+        let why = match wait(process).unwrap_err() {
+            CommandError::UpgradeLater(why) if is_transient => why,
+            CommandError::UpgradeRefused(why) if !is_transient => why,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(why, error.unwrap());
     }
+    let error = old.take(|taker, _| {
+        taker.begin();
+        let asked = SuccessorProgress { has_asked: true, has_taken_over: false };
+        assert_eq!(wait(process).unwrap(), asked, "it may still take over");
+        assert_eq!(wait(process + 1).unwrap(), SuccessorProgress { has_asked: false, ..asked });
+    });
+    assert!(error.is_some());
     // The exports change between the two steps.
     let disk = json!({ "null": { "size-bytes": 512 } });
     let late = json!({ "endpoint": { "path": old.path("late") }, "device": { "blk": disk } });
@@ -417,41 +424,4 @@ fn a_refused_takeover_has_its_reason_and_code() {
         assert!(taker.pause()["result"].is_object(), "the first one continues");
     });
     assert!(error.is_some());
-}
-
-fn sleeper() -> (Started, u32) {
-    let child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-    let process = child.id();
-    (Started(Some(child)), process)
-}
-
-#[test]
-fn a_program_is_killed_unless_it_has_taken_over() {
-    let runs = |process: u32| PathBuf::from(format!("/proc/{process}")).exists();
-    let (mut started, process) = sleeper();
-    assert!(started.try_wait().unwrap().is_none());
-    started.leave(process + 1);
-    drop(started);
-    assert!(!runs(process), "it stays");
-    let (mut started, process) = sleeper();
-    started.leave(process);
-    drop(started);
-    assert!(runs(process), "it was killed");
-    let process = Pid::from_raw(process.try_into().unwrap()).unwrap();
-    kill_process(process, Signal::KILL).unwrap();
-    waitpid(Some(process), WaitOptions::empty()).unwrap();
-}
-
-#[test]
-fn the_end_of_a_program_is_told_with_its_reason() {
-    let reason = |is_transient| Some(Refusal { why: "it is early".to_owned(), is_transient });
-    let status = ExitStatus::from_raw(1 << 8);
-    let error = |reason| not_taken(Path::new("/program"), status, reason);
-    let is_told = |text: &str| text == "/program has not taken over: it is early";
-    assert!(matches!(error(reason(true)), CommandError::UpgradeLater(text) if is_told(&text)));
-    assert!(matches!(error(reason(false)), CommandError::UpgradeRefused(text) if is_told(&text)));
-    let never = error(None);
-    assert!(
-        matches!(&never, CommandError::UpgradeRefused(text) if text.contains("exit status: 1"))
-    );
 }

@@ -15,7 +15,7 @@ use rustix::net::{
 use rustix::time::{ClockId, clock_gettime};
 
 /// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
-pub(super) const MAX_FDS: usize = 253;
+pub(crate) const MAX_FDS: usize = 253;
 
 /// The longest answer, in bytes.
 const LINE_MAX: usize = 64 << 20;
@@ -29,7 +29,11 @@ pub(super) fn monotonic_ns(moment: Instant) -> u64 {
 }
 
 /// Sends descriptors.
-pub(super) fn send_fds<'fd>(
+///
+/// # Errors
+///
+/// When the peer has gone.
+pub fn send_fds<'fd>(
     stream: &UnixStream,
     fds: impl Iterator<Item = &'fd OwnedFd>,
 ) -> io::Result<()> {
@@ -44,23 +48,31 @@ pub(super) fn send_fds<'fd>(
 }
 
 /// Answers, and the descriptors that come with them.
-pub(super) struct Receiver {
+pub struct Receiver {
     stream: UnixStream,
     bytes: Vec<u8>,
     fds: VecDeque<OwnedFd>,
 }
 
 impl Receiver {
-    pub(super) fn new(stream: UnixStream) -> Self {
+    /// Reads from `stream`.
+    #[must_use]
+    pub fn new(stream: UnixStream) -> Self {
         Self { stream, bytes: Vec::new(), fds: VecDeque::new() }
     }
 
-    pub(super) fn stream(&self) -> &UnixStream {
+    /// The connection.
+    #[must_use]
+    pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
     /// The next line that is not empty. `None`: the peer has hung up.
-    pub(super) fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails, or the line is too long.
+    pub fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.bytes.iter().position(|byte| *byte == b'\n') {
                 let rest = self.bytes.split_off(end + 1);
@@ -80,7 +92,11 @@ impl Receiver {
     }
 
     /// Returns this many descriptors.
-    pub(super) fn fds(&mut self, count: usize) -> io::Result<Vec<OwnedFd>> {
+    ///
+    /// # Errors
+    ///
+    /// When the peer hangs up before it has sent them.
+    pub fn fds(&mut self, count: usize) -> io::Result<Vec<OwnedFd>> {
         while self.fds.len() < count {
             if !self.receive()? {
                 return Err(io::ErrorKind::UnexpectedEof.into());

@@ -122,20 +122,15 @@ impl Ownership {
         Ok(HandingOver(self))
     }
 
-    /// Starts a process that is to take over. Returns it with its id.
-    pub(crate) fn start<T>(&self, start: impl FnOnce() -> (u32, T)) -> (u32, T) {
-        self.gate.start(start)
-    }
-
     /// Notes that a process does not take over.
     pub(crate) fn refuse(&self, process: u32, refusal: Refusal) {
         self.gate.refuse(process, refusal);
     }
 
-    /// The reason why a process that was started to take over has ended without doing so. `None`:
-    /// it never asked.
-    pub(crate) fn reason(&self, process: u32) -> Option<Refusal> {
-        self.gate.reason(process)
+    /// The refusal of a process that has asked to take over, or `None` while it may still take
+    /// over. `None` around that: it has not asked.
+    pub(crate) fn asked(&self, process: u32) -> Option<Option<Refusal>> {
+        self.gate.asked(process)
     }
 
     /// Waits while the owner is undecided, and keeps the exports with this process.

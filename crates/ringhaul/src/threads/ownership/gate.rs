@@ -1,6 +1,6 @@
 //! Commands, changes and hand-overs, which wait for each other.
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 use std::sync::{Condvar, PoisonError};
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ struct Limits {
     commands: Duration,
     /// The wait of a command for a hand-over. A process that takes over may hang.
     hand_over: Duration,
-    /// The wait for the reason of a process that has ended.
-    reason: Duration,
 }
+
+/// The number of processes that have asked to take over and are remembered.
+const REMEMBERED: usize = 64;
 
 impl Default for Limits {
     fn default() -> Self {
-        let (commands, hand_over) = (Duration::from_secs(2), Duration::from_secs(30));
-        Self { commands, hand_over, reason: Duration::from_secs(2) }
+        Self { commands: Duration::from_secs(2), hand_over: Duration::from_secs(30) }
     }
 }
 
@@ -42,16 +42,8 @@ struct State<T> {
     is_closed: bool,
     /// Changes that wait for the end of the hand-over.
     queued: Vec<T>,
-    /// Processes that were started to take over, with the refusals of their takeovers.
-    started: BTreeMap<u32, Start>,
-}
-
-/// A process that was started to take over.
-#[derive(Default)]
-struct Start {
-    /// True if the process has asked to take over.
-    has_asked: bool,
-    refusal: Option<Refusal>,
+    /// The last processes that have asked to take over, with the refusals of their takeovers.
+    asked: VecDeque<(u32, Option<Refusal>)>,
 }
 
 /// The reason that a process has not taken over.
@@ -64,8 +56,8 @@ pub(crate) struct Refusal {
 
 impl<T> Default for Gate<T> {
     fn default() -> Self {
-        let (started, queued) = (BTreeMap::new(), Vec::new());
-        let state = State { commands: 0, changes: 0, is_closed: false, queued, started };
+        let (asked, queued) = (VecDeque::new(), Vec::new());
+        let state = State { commands: 0, changes: 0, is_closed: false, queued, asked };
         Self { state: Lock::new(state), changed: Condvar::new(), limits: Limits::default() }
     }
 }
@@ -119,8 +111,11 @@ impl<T> Gate<T> {
     /// When a hand-over runs.
     pub(super) fn begin_hand_over(&self, process: u32) -> Result<(), CommandError> {
         let mut state = self.state.lock();
-        if let Some(start) = state.started.get_mut(&process) {
-            start.has_asked = true;
+        // The id may have belonged to an earlier process.
+        state.asked.retain(|(asked, _)| *asked != process);
+        state.asked.push_back((process, None));
+        if state.asked.len() > REMEMBERED {
+            state.asked.pop_front();
         }
         if std::mem::replace(&mut state.is_closed, true) {
             return Err(CommandError::HandingOver);
@@ -141,33 +136,19 @@ impl<T> Gate<T> {
         queued
     }
 
-    /// Starts a process that is to take over. Returns it with its id.
-    pub(super) fn start<S>(&self, start: impl FnOnce() -> (u32, S)) -> (u32, S) {
-        let mut state = self.state.lock();
-        let (process, started) = start();
-        state.started.insert(process, Start::default());
-        (process, started)
-    }
-
     /// Notes that a process does not take over.
     pub(super) fn refuse(&self, process: u32, refusal: Refusal) {
-        if let Some(start) = self.state.lock().started.get_mut(&process) {
-            start.refusal = Some(refusal);
-        }
-        self.changed.notify_all();
+        let mut state = self.state.lock();
+        let asked = state.asked.iter_mut().find(|(asked, _)| *asked == process);
+        asked.into_iter().for_each(|(_, noted)| *noted = Some(refusal.clone()));
     }
 
-    /// The reason that a process has not taken over, if it was started for that and has ended.
-    /// `None`: it has not asked.
-    pub(super) fn reason(&self, process: u32) -> Option<Refusal> {
-        let is_awaited = |state: &mut State<T>| {
-            let start = state.started.get(&process);
-            start.is_some_and(|start| start.has_asked && start.refusal.is_none())
-        };
-        let limit = self.limits.reason;
-        let waited = self.changed.wait_timeout_while(self.state.lock(), limit, is_awaited);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        state.started.remove(&process)?.refusal
+    /// The refusal of a process that has asked to take over, or `None` while it may still take
+    /// over. `None` around that: it has not asked.
+    pub(super) fn asked(&self, process: u32) -> Option<Option<Refusal>> {
+        let state = self.state.lock();
+        let asked = state.asked.iter().find(|(asked, _)| *asked == process);
+        asked.map(|(_, refusal)| refusal.clone())
     }
 }
 
@@ -184,7 +165,7 @@ mod tests {
 
     /// Runs a test with a gate whose waits end by wakes alone.
     fn with_gate(test: impl FnOnce(&Gate<u32>)) {
-        let limits = Limits { commands: HOPELESS, hand_over: HOPELESS, reason: HOPELESS };
+        let limits = Limits { commands: HOPELESS, hand_over: HOPELESS };
         let (gate, start) = (Gate { limits, ..Gate::default() }, Instant::now());
         test(&gate);
         assert!(start.elapsed() < HOPELESS, "a wake was lost");
@@ -249,22 +230,26 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_started_has_its_reason() {
-        with_gate(wait_for_reasons);
+    fn a_process_that_has_asked_has_its_refusal() {
+        with_gate(remember_processes);
     }
 
-    fn wait_for_reasons(gate: &Gate<u32>) {
+    fn remember_processes(gate: &Gate<u32>) {
         let refusal = Refusal { why: "it is early".to_owned(), is_transient: true };
         gate.refuse(5, refusal.clone());
-        assert_eq!(gate.reason(5), None, "it was not started");
-        assert_eq!(gate.start(|| (6, ())), (6, ()));
-        assert_eq!(gate.reason(6), None, "it has not asked");
-        gate.start(|| (7, ()));
-        gate.begin_hand_over(7).unwrap();
-        std::thread::scope(|threads| {
-            let reason = spawn_asleep(threads, || gate.reason(7));
-            gate.refuse(7, refusal.clone());
-            assert_eq!(reason.join().unwrap(), Some(refusal));
-        });
+        assert_eq!(gate.asked(5), None, "it has not asked");
+        gate.begin_hand_over(5).unwrap();
+        assert_eq!(gate.asked(5), Some(None), "it may take over");
+        assert!(gate.begin_hand_over(6).is_err());
+        gate.refuse(6, refusal.clone());
+        assert_eq!((gate.asked(5), gate.asked(6)), (Some(None), Some(Some(refusal.clone()))));
+        // Another process has the same id.
+        gate.begin_hand_over(6).unwrap_err();
+        assert_eq!(gate.asked(6), Some(None));
+        for process in 7..7 + u32::try_from(REMEMBERED).unwrap() {
+            assert!(gate.asked(6).is_some(), "process {process} has not asked yet");
+            gate.begin_hand_over(process).unwrap_err();
+        }
+        assert_eq!((gate.asked(6), gate.state.lock().asked.len()), (None, REMEMBERED));
     }
 }

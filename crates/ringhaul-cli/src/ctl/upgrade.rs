@@ -1,0 +1,195 @@
+//! `ringhaul ctl upgrade`: starts a program in the place of the daemon, and waits until it has
+//! taken over.
+
+mod link;
+mod place;
+mod status;
+pub(crate) mod successor;
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, ExitStatus};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ringhaul::spec::successor::{SuccessorProgress, SuccessorStart};
+use ringhaul_options::redact::printable;
+use serde_json::{Value, json};
+
+use super::connection::{Connection, Refusal};
+use super::show::{self, Form, print};
+use link::Link;
+use successor::Successor;
+
+/// No program has taken over; an attempt in a moment may succeed.
+const EXIT_LATER: u8 = 4;
+
+/// No program has taken over, and another attempt would fail in the same way.
+const EXIT_REFUSED: u8 = 5;
+
+/// Error codes of answers: the daemon has no such method, and the two refusals of a takeover.
+const NO_METHOD: i64 = -32601;
+const LATER: i64 = 10;
+const REFUSED: i64 = 11;
+
+/// The pause between two attempts.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+
+/// The time that the new process may take until it serves.
+const START_MAX: Duration = Duration::from_secs(600);
+
+/// The interval of checks for the end of the new process.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The time that the daemon may take to note the reason of a process that has ended.
+const REASON_MAX: Duration = Duration::from_secs(2);
+
+/// Replaces the daemon by `binary`, with attempts until one is refused for good or the time is up.
+///
+/// # Errors
+///
+/// When the daemon cannot be reached, or is lost.
+pub(super) fn run(binary: &Path, retry: Duration, control: &Path, form: Form) -> Result<ExitCode> {
+    let retry_until = Instant::now() + retry;
+    loop {
+        let Refusal { code, message } = match attempt(binary, control)? {
+            Ok(answer) => {
+                print(&show::answer("upgrade.wait", &answer, form))?;
+                return Ok(ExitCode::SUCCESS);
+            }
+            Err(refusal) => refusal,
+        };
+        if code == LATER && Instant::now() < retry_until {
+            std::thread::sleep(RETRY_PAUSE);
+            continue;
+        }
+        eprintln!("ringhaul: {}", printable(&message));
+        return Ok(ExitCode::from(match code {
+            LATER => EXIT_LATER,
+            REFUSED => EXIT_REFUSED,
+            _ => super::EXIT_REFUSED,
+        }));
+    }
+}
+
+/// The program of the command line, as an absolute path.
+pub(super) fn program(binary: &Path) -> Result<PathBuf> {
+    if !binary.as_os_str().as_encoded_bytes().contains(&b'/') {
+        bail!(
+            "'{}' is not a path, and PATH is not searched; give the path of the new program, such \
+             as /usr/bin/ringhaul",
+            binary.display()
+        );
+    }
+    let absolute = std::path::absolute(binary);
+    absolute.with_context(|| format!("cannot make the path {} absolute", binary.display()))
+}
+
+/// Returns the id of the new process, or the refusal.
+fn attempt(binary: &Path, control: &Path) -> Result<Result<Value, Refusal>> {
+    let mut link = Link::new(control)?;
+    let start: SuccessorStart = match link.call("upgrade.begin", &json!({}))? {
+        Ok(start) => serde_json::from_value(start).context("cannot understand the daemon")?,
+        // A daemon of an earlier version starts the program itself.
+        Err(Refusal { code: NO_METHOD, .. }) => {
+            return link.call("upgrade", &json!({ "binary": binary }));
+        }
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    let streams = link.descriptors(successor::STREAMS)?;
+    let daemon = match link.daemon() {
+        Ok(daemon) => daemon,
+        Err(error) => return Ok(Err(refused(format!("{error:#}")))),
+    };
+    match Successor::start(binary, start, daemon, &streams) {
+        Ok(successor) => wait(binary, successor, link, control),
+        Err(error) => Ok(Err(refused(format!("{error:#}")))),
+    }
+}
+
+/// Waits until the process has taken over.
+fn wait(
+    binary: &Path,
+    mut successor: Successor,
+    mut link: Link,
+    control: &Path,
+) -> Result<Result<Value, Refusal>> {
+    let (process, end) = (successor.process(), Instant::now() + START_MAX);
+    let taken = json!({ "process": process });
+    let mut limit = CHECK_INTERVAL;
+    loop {
+        // Before the daemon is asked: its answer is then the last one.
+        let ended = successor.try_wait()?;
+        let is_late = Instant::now() >= end;
+        if is_late || ended.is_some() && limit == CHECK_INTERVAL {
+            limit = Duration::ZERO;
+        }
+        let params = json!({ "process": process, "deadline-ms": limit.as_millis() });
+        let progress = match link.call("upgrade.wait", &params) {
+            Ok(Ok(progress)) => serde_json::from_value::<SuccessorProgress>(progress)?,
+            Ok(Err(refusal)) => {
+                successor.end();
+                let message =
+                    format!("{} has not taken over: {}", binary.display(), refusal.message);
+                return Ok(Err(Refusal { message, ..refusal }));
+            }
+            // The daemon may have ended because the process has taken over.
+            Err(_) if serves(control, process) => {
+                SuccessorProgress { has_asked: true, has_taken_over: true }
+            }
+            Err(error) => {
+                // It may have taken over and be about to serve.
+                successor.leave();
+                return Err(error);
+            }
+        };
+        match (progress, ended) {
+            (SuccessorProgress { has_taken_over: true, .. }, _) => {
+                successor.leave();
+                return Ok(Ok(taken));
+            }
+            (SuccessorProgress { has_asked: true, .. }, Some(_)) if limit < REASON_MAX => {
+                limit = REASON_MAX;
+            }
+            (_, Some(status)) => return Ok(Err(refused(ended_early(binary, status)))),
+            (_, None) if is_late => {
+                let seconds = START_MAX.as_secs();
+                let message = format!("{} has not taken over in {seconds} s", binary.display());
+                return Ok(Err(Refusal { code: LATER, message }));
+            }
+            (_, None) => {}
+        }
+    }
+}
+
+fn refused(message: String) -> Refusal {
+    Refusal { code: REFUSED, message }
+}
+
+/// The error about a process that has ended and never asked.
+fn ended_early(binary: &Path, status: ExitStatus) -> String {
+    format!(
+        "{} has not taken over: it ended ({status}) before it asked for the exports; if it is a \
+         ringhaul, see its error in the log of this daemon, otherwise name one",
+        binary.display()
+    )
+}
+
+/// Returns true if this process serves the control socket.
+fn serves(control: &Path, process: u32) -> bool {
+    let shown = Connection::new(control).and_then(|mut daemon| daemon.call("process", &json!({})));
+    shown.is_ok_and(|shown| shown.is_ok_and(|shown| shown["process"] == process))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_a_path() {
+        let error = program(Path::new("false")).unwrap_err().to_string();
+        assert!(error.contains("'false' is not a path"), "{error}");
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(program(Path::new("./it")).unwrap(), here.join("it"));
+        assert_eq!(program(Path::new("/bin/it")).unwrap(), Path::new("/bin/it"));
+    }
+}

@@ -1,0 +1,164 @@
+//! The process that is to take over. This program starts itself once more; that process moves to
+//! the place of the daemon and becomes the new program. So no step runs between `fork` and `exec`.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Error, Result, bail, ensure};
+use ringhaul::spec::successor::SuccessorStart;
+use ringhaul::takeover::wire::{Receiver, send_fds};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Pid;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use serde::{Deserialize, Serialize};
+
+use super::link::DaemonProcess;
+use super::place::Place;
+
+/// The hidden command.
+pub(crate) const COMMAND: &str = "become-successor";
+
+/// The descriptors that a daemon passes on: standard output and standard error.
+pub(super) const STREAMS: usize = 2;
+
+/// The variable of a service manager that identifies the daemon by its control group.
+const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+
+/// The time that a process with a refusal has to end by itself.
+const END_MAX: Duration = Duration::from_secs(5);
+
+/// The instructions to the process.
+#[derive(Serialize, Deserialize)]
+struct Instructions {
+    daemon: i32,
+    program: PathBuf,
+    start: SuccessorStart,
+}
+
+/// A process that is to take over. Dropping this kills it.
+pub(super) struct Successor(Option<Child>);
+
+impl Successor {
+    /// Starts `program` in the place of `daemon`.
+    ///
+    /// # Errors
+    ///
+    /// When this process may not enter that place, or the program cannot be started there.
+    pub(super) fn start(
+        program: &Path,
+        start: SuccessorStart,
+        daemon: DaemonProcess,
+        streams: &[OwnedFd],
+    ) -> Result<Self> {
+        let (mut ours, theirs) = UnixStream::pair().context("cannot create a socket")?;
+        let mut command = Command::new("/proc/self/exe");
+        // Nothing of this environment reaches the new program.
+        command.arg0("ringhaul").arg(COMMAND).env_clear();
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null());
+        let child = command.spawn().context("cannot start a process")?;
+        // This process must not keep the other end open.
+        drop(command);
+        let successor = Self(Some(child));
+        let DaemonProcess { id, fd } = daemon;
+        let (daemon, program) = (id.as_raw_pid(), program.to_owned());
+        let mut line = serde_json::to_vec(&Instructions { daemon, program, start })?;
+        line.push(b'\n');
+        let sent = ours.write_all(&line);
+        let sent = sent.and_then(|()| send_fds(&ours, [&fd].into_iter().chain(streams)));
+        let mut error = String::new();
+        // The end comes when the program has started.
+        let read = ours.read_to_string(&mut error);
+        ensure!(error.is_empty(), "{error}");
+        sent.and(read.map(drop)).context("cannot instruct the new process")?;
+        Ok(successor)
+    }
+
+    pub(super) fn process(&self) -> u32 {
+        self.0.as_ref().map_or(0, Child::id)
+    }
+
+    /// The status of the process, if it has ended.
+    pub(super) fn try_wait(&mut self) -> std::io::Result<Option<ExitStatus>> {
+        self.0.as_mut().map_or(Ok(None), Child::try_wait)
+    }
+
+    /// Lets the process run on.
+    pub(super) fn leave(&mut self) {
+        self.0 = None;
+    }
+
+    /// Ends a process that was refused: it writes its error to the log before it ends by itself.
+    pub(super) fn end(&mut self) {
+        let until = Instant::now() + END_MAX;
+        while Instant::now() < until && matches!(self.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Successor {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            // Fails only for a process that has ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Becomes the program that a socket at standard input names. Its end without a message is the
+/// success.
+pub(crate) fn become_successor() -> ExitCode {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
+    let Ok(mut socket) = socket else { return ExitCode::FAILURE };
+    let Err(error) = try_become(&socket);
+    // The starter may have gone.
+    let _ = socket.write_all(format!("{error:#}").as_bytes());
+    ExitCode::FAILURE
+}
+
+fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
+    let mut receiver = Receiver::new(socket.try_clone()?);
+    let line = receiver.line()?.context("no instructions have come")?;
+    let Instructions { daemon, program, start } = serde_json::from_slice(&line)?;
+    let fds: [OwnedFd; 1 + STREAMS] = receiver
+        .fds(1 + STREAMS)?
+        .try_into()
+        .map_err(|_| Error::msg("the descriptors are not complete"))?;
+    let [process, output, errors] = fds;
+    let null = File::open("/dev/null").context("cannot open /dev/null")?;
+    let place = Place::of(Pid::from_raw(daemon).context("the daemon has no id")?)?;
+    check_runs(&process)?;
+    place.enter(&start.directory, start.environment.contains_key(NOTIFY_SOCKET))?;
+    place.adopt_rights()?;
+    dup2_stdin(null)?;
+    dup2_stdout(output)?;
+    dup2_stderr(errors)?;
+    Err(execute(&program, &start))
+}
+
+/// Checks that the process has not ended: another one might have its id.
+fn check_runs(process: &OwnedFd) -> Result<()> {
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    match poll(&mut fds, Some(&Timespec::default()))? {
+        0 => Ok(()),
+        _ => bail!("the daemon has ended"),
+    }
+}
+
+/// Becomes the program. Returns if that fails.
+fn execute(program: &Path, start: &SuccessorStart) -> Error {
+    let SuccessorStart { control, log_options, environment, .. } = start;
+    let environment: &BTreeMap<String, String> = environment;
+    let mut command = Command::new(program);
+    command.args(log_options).args(["serve", "--takeover"]).arg(control);
+    let error = command.env_clear().envs(environment).exec();
+    Error::new(error).context(format!("cannot start {}", program.display()))
+}

@@ -1,0 +1,115 @@
+//! The place of a process that `ctl upgrade` starts: the rights, limits and namespaces of the old
+//! process, whoever runs `ctl`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, ringhaul, ringhaul_under, run};
+use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::system::can_change_system;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::control::Client;
+use super::test_folders;
+
+/// A user without rights.
+const NOBODY: u32 = 65534;
+
+/// The fields of `/proc/PID/status` that a new process must share with the old one.
+const FIELDS: [&str; 8] =
+    ["Umask", "Uid", "Gid", "Groups", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs"];
+
+/// Runs a daemon in namespaces of its own, with other limits, as another user.
+const START: &str = "
+    umask 027
+    ulimit -c 0
+    ulimit -n 3000
+    echo 500 > /proc/self/oom_score_adj
+    mount -t tmpfs none /mnt
+    touch /mnt/place
+    exec setpriv --reuid 65534 --regid 65534 --groups 65534,12345 --no-new-privs \\
+        --bounding-set -all,+chown,+net_admin --inh-caps -all,+chown --ambient-caps -all,+chown \\
+        nice -n 3 taskset -c 0 \"$@\"";
+
+/// The place of a process, as far as it may differ from that of `ctl`.
+fn place(process: u32) -> Result<Vec<String>> {
+    let folder = PathBuf::from(format!("/proc/{process}"));
+    let status = fs::read_to_string(folder.join("status"))?;
+    let is_shared = |line: &&str| {
+        line.split_once(':')
+            .is_some_and(|(name, _)| FIELDS.contains(&name) || name == "Cpus_allowed_list")
+    };
+    let mut place: Vec<String> = status.lines().filter(is_shared).map(str::to_owned).collect();
+    for file in ["limits", "cgroup", "oom_score_adj"] {
+        place.push(fs::read_to_string(folder.join(file))?);
+    }
+    for name in ["mnt", "uts", "ipc", "net", "cgroup"] {
+        place.push(fs::read_link(folder.join("ns").join(name))?.display().to_string());
+    }
+    let stat = fs::read_to_string(folder.join("stat"))?;
+    let (_, stat) = stat.rsplit_once(')').context("no name in stat")?;
+    let nice = stat.split_whitespace().nth(16).context("no priority in stat")?;
+    place.push(format!("nice {nice}"));
+    place.push(format!("{}", folder.join("root/mnt/place").exists()));
+    Ok(place)
+}
+
+/// Ends the daemon when the test ends early.
+struct End<'a>(&'a Path);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        // The request fails if the test has already ended the daemon.
+        let _ = Client::new(self.0).and_then(|mut client| client.call("shutdown", &json!({})));
+    }
+}
+
+#[test]
+fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
+    if !can_change_system("the user of a daemon") {
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let folder = control.parent().context("a socket has a folder")?;
+    rustix::fs::chown(folder, Some(rustix::fs::Uid::from_raw(NOBODY)), None)?;
+    let unshare = ["unshare", "--mount", "--uts", "--ipc", "--net", "sh", "-c", START, "sh"];
+    let mut command = ringhaul_under(&unshare)?;
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
+    command.arg(folders.socket("vm.sock"));
+    command.arg("--control").arg(&control).env("PLACE", "of the daemon");
+    let daemon = Running::serve(&mut command)?;
+    let _end = End(&control);
+    let process = |path: &Path| -> Result<u32> {
+        let shown: Value = Client::new(path)?.call("process", &json!({}))?;
+        shown["result"]["process"].as_u64().and_then(|id| id.try_into().ok()).context("no process")
+    };
+    let old = process(&control)?;
+    let expected = place(old)?;
+    let own = place(std::process::id())?;
+    let shared = own.iter().filter(|part| expected.contains(part)).count();
+    // Only the control groups are shared.
+    ensure!(shared <= 3, "the test shows little: {own:#?} {expected:#?}");
+    let mut ctl = ringhaul()?;
+    ctl.env("CALLER", "of ctl").args(["ctl", "--control"]).arg(&control).arg("upgrade");
+    run(ctl.arg(ringhaul_binary()?))?.expect_code(0)?;
+    let new = process(&control)?;
+    ensure!(new != old, "it has not been replaced");
+    let found = place(new)?;
+    for (found, expected) in found.iter().zip(&expected) {
+        ensure!(found == expected, "{found}\ninstead of {expected}");
+    }
+    let environment = fs::read(format!("/proc/{new}/environ"))?;
+    let environment = String::from_utf8_lossy(&environment);
+    ensure!(environment.contains("PLACE=of the daemon"), "{environment}");
+    ensure!(!environment.contains("CALLER"), "{environment}");
+    let session = rustix::process::getsid(rustix::process::Pid::from_raw(new.try_into()?))?;
+    ensure!(session.as_raw_pid() == i32::try_from(new)?, "the session is that of ctl");
+    rustix::process::kill_process(session, Signal::TERM)?;
+    // The new process writes to the pipe of the old one.
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(log.contains("finishing requests, then ending"), "{log}");
+    Ok(())
+}
