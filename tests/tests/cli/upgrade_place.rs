@@ -2,6 +2,7 @@
 //! process, whoever runs `ctl`.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -66,6 +67,12 @@ impl Drop for End<'_> {
     }
 }
 
+/// The process that serves a control socket.
+fn process(control: &Path) -> Result<u32> {
+    let shown: Value = Client::new(control)?.call("process", &json!({}))?;
+    shown["result"]["process"].as_u64().and_then(|id| id.try_into().ok()).context("no process")
+}
+
 #[test]
 fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     if !can_change_system("the user of a daemon") {
@@ -82,10 +89,6 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     command.arg("--control").arg(&control).env("PLACE", "of the daemon");
     let daemon = Running::serve(&mut command)?;
     let _end = End(&control);
-    let process = |path: &Path| -> Result<u32> {
-        let shown: Value = Client::new(path)?.call("process", &json!({}))?;
-        shown["result"]["process"].as_u64().and_then(|id| id.try_into().ok()).context("no process")
-    };
     let old = process(&control)?;
     let expected = place(old)?;
     let own = place(std::process::id())?;
@@ -111,5 +114,61 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     // The new process writes to the pipe of the old one.
     let log = daemon.finish()?.expect_code(0)?.stderr;
     ensure!(log.contains("finishing requests, then ending"), "{log}");
+    Ok(())
+}
+
+/// A user that is not root needs no rights where nothing differs, and changes nothing elsewhere.
+#[test]
+fn the_user_of_the_daemon_may_upgrade_it_in_its_own_place() -> Result<()> {
+    if !can_change_system("the user of a daemon") {
+        return Ok(());
+    }
+    let as_user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"];
+    for (above, code) in [(&[][..], 0), (&["nice", "-n", "-1"], 5)] {
+        let folders = test_folders()?;
+        let control = folders.socket("control");
+        let folder = control.parent().context("a socket has a folder")?;
+        rustix::fs::chown(folder, Some(rustix::fs::Uid::from_raw(NOBODY)), None)?;
+        let mut command = ringhaul_under(&[above, &as_user].concat())?;
+        command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
+        command.arg(folders.socket("vm.sock")).arg("--control").arg(&control);
+        let daemon = Running::serve(&mut command)?;
+        let _end = End(&control);
+        let old = process(&control)?;
+        let mut ctl = ringhaul_under(&as_user)?;
+        ctl.args(["ctl", "--control"]).arg(&control).arg("upgrade").arg(ringhaul_binary()?);
+        let done = run(&mut ctl)?.expect_code(code)?;
+        if code != 0 {
+            ensure!(done.stderr.contains("run this command as root"), "{}", done.stderr);
+        }
+        ensure!((process(&control)? == old) == (code != 0), "another process serves: {above:?}");
+        Client::new(&control)?.call("shutdown", &json!({}))?;
+        daemon.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+/// The takeover does not depend on the process that has started it.
+#[test]
+fn a_successor_outlives_a_killed_caller() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
+    command.arg(folders.socket("vm.sock")).arg("--control").arg(&control);
+    let mut daemon = Running::serve(&mut command)?;
+    let _end = End(&control);
+    let old = process(&control)?;
+    let script = folders.path("kill.sh");
+    let text = "#!/bin/sh\nkill -9 $PPID\nexec \"$BINARY\" \"$@\"\n";
+    fs::write(&script, text.replace("$BINARY", &ringhaul_binary()?.display().to_string()))?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    let mut ctl = ringhaul()?;
+    let ended = run(ctl.args(["ctl", "--control"]).arg(&control).arg("upgrade").arg(&script));
+    ensure!(ended?.expect_code(0).is_err(), "the caller was not killed");
+    daemon.wait_for("queues stood still")?;
+    ensure!(process(&control)? != old, "the old process serves");
+    Client::new(&control)?.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0)?;
     Ok(())
 }

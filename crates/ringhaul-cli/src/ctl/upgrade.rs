@@ -182,7 +182,38 @@ fn serves(control: &Path, process: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+
+    /// An earlier daemon knows only the method `upgrade`, which starts the program.
+    #[test]
+    fn an_earlier_daemon_starts_the_program_itself() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = UnixListener::bind(&path).unwrap();
+        let daemon = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut asked = Vec::new();
+            for line in BufReader::new(&stream).lines().map(Result::unwrap) {
+                let request: Value = serde_json::from_str(&line).unwrap();
+                let answer = match request["method"].as_str() {
+                    Some("upgrade") => json!({ "result": { "process": 7 } }),
+                    _ => json!({ "error": { "code": NO_METHOD, "message": "no method" } }),
+                };
+                writeln!(&stream, "{answer}").unwrap();
+                asked.push(request);
+            }
+            asked
+        });
+        let answer = attempt(Path::new("/bin/it"), &path).unwrap();
+        assert_eq!(answer.ok().unwrap(), json!({ "process": 7 }));
+        let asked = daemon.join().unwrap();
+        let methods: Vec<_> = asked.iter().map(|request| request["method"].clone()).collect();
+        assert_eq!(methods, ["upgrade.begin", "upgrade"]);
+        assert_eq!(asked[1]["params"], json!({ "binary": "/bin/it" }));
+    }
 
     #[test]
     fn a_program_is_a_path() {
