@@ -14,6 +14,7 @@ mod backing;
 mod data;
 mod grammar;
 mod nbd;
+mod places;
 mod rbd;
 mod text;
 
@@ -27,6 +28,7 @@ pub use backing::BackingFiles;
 pub use data::{DiskSpec, ImageFormat, KeySpec};
 pub use grammar::completions;
 pub use nbd::{NbdSpec, Unflushed};
+pub use places::DiskPlace;
 pub use rbd::RbdSpec;
 pub use text::redact_spec;
 

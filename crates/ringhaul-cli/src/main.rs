@@ -251,8 +251,11 @@ fn main() -> ExitCode {
         // The log has a thread, and a process with threads cannot enter namespaces.
         return ctl::upgrade::successor::become_successor();
     }
-    if let Err(error) = log::start(cli.log_format, cli.log.as_deref()) {
-        eprintln!("ringhaul: cannot start the thread that writes the log: {error}");
+    log::start(cli.log_format, cli.log.as_deref());
+    // A daemon starts it in its sandbox.
+    let is_daemon = matches!(cli.command, Command::Serve(_));
+    if let Err(error) = if is_daemon { Ok(()) } else { log::start_writing(|| ()) } {
+        eprintln!("ringhaul: {error:#}");
         return ExitCode::from(EXIT_USAGE);
     }
     // A guest or a benchmark may exceed the limit on the size of files.

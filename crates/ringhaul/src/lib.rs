@@ -11,6 +11,7 @@ pub mod monitoring;
 pub mod open;
 pub mod options;
 pub mod process;
+pub mod sandbox;
 pub mod serve;
 pub mod socket;
 pub mod spec;

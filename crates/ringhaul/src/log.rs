@@ -109,14 +109,11 @@ fn set_format(format: LogFormat) {
     IS_JSON.store(format == LogFormat::Json, Ordering::Relaxed);
 }
 
-/// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. Earlier
-/// lines are written when [`flush`] returns, unless the reader of the log hangs.
-///
-/// # Errors
-///
-/// When the kernel has no thread left.
-pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
-    queue::start()?;
+/// Starts the log of this process. `filter` overrides the environment variable `RUST_LOG`. Lines
+/// wait for the [thread](start_writing) that writes them. Earlier lines are written when [`flush`]
+/// returns, unless the reader of the log hangs.
+pub fn start(format: LogFormat, filter: Option<&str>) {
+    queue::start();
     set_format(format);
     report_panics();
     // The text is kept as written, because the parsed filter reorders its parts.
@@ -138,7 +135,15 @@ pub fn start(format: LogFormat, filter: Option<&str>) -> io::Result<()> {
     if let Some(error) = ignored {
         tracing::warn!("RUST_LOG is ignored: {error}; see --log in --help");
     }
-    Ok(())
+}
+
+/// Starts the thread that writes the log. It calls `begin` before it writes.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub fn start_writing(begin: fn()) -> anyhow::Result<()> {
+    queue::start_thread(begin).context("cannot start the thread that writes the log")
 }
 
 /// Sends panics through the log: a panic ends the process and must not wait for the log's reader.
@@ -465,7 +470,8 @@ mod tests {
     #[test]
     fn a_panic_is_told_of_and_waits_for_no_reader() {
         if std::env::var_os(PANIC).is_some() {
-            start(LogFormat::Text, None).unwrap();
+            start(LogFormat::Text, None);
+            start_writing(|| ()).unwrap();
             tracing::info!("before");
             panic!("of a test");
         }

@@ -20,6 +20,7 @@ use ringhaul_options::{EngineChoice, OnOff, parse_duration, parse_size};
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
+use crate::sandbox::SandboxMode;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::switches::Switches;
 
@@ -214,13 +215,14 @@ pub struct ServeArgs {
     /// `--allow-socket-dir`.
     #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
-    /// Commands on the control socket may name files in this folder and its subfolders; may be
-    /// repeated. No link leads out of it.
-    #[arg(help_heading = "Socket", long, value_name = "FOLDER", requires = "control")]
+    /// Disks that are added later may be files in this folder and its subfolders; may be repeated.
+    /// Commands of `--control-group` may name files there; no link leads out of it. The sandbox
+    /// permits disks there too.
+    #[arg(help_heading = "Socket", long, value_name = "FOLDER")]
     pub allow_disk_dir: Vec<PathBuf>,
-    /// Commands on the control socket may place sockets of exports in this folder and its
-    /// subfolders; may be repeated. The folder of the control socket is always allowed.
-    #[arg(help_heading = "Socket", long, value_name = "FOLDER", requires = "control")]
+    /// Exports that are added later may have sockets in this folder and its subfolders; may be
+    /// repeated. The folder of the control socket is always allowed.
+    #[arg(help_heading = "Socket", long, value_name = "FOLDER")]
     pub allow_socket_dir: Vec<PathBuf>,
     /// Take over from the daemon with this control socket, while its guests run: its exports, its
     /// sockets and its options. Options given beside this one replace the daemon's, except options
@@ -296,6 +298,18 @@ pub struct ServeArgs {
     /// answer (FUSE, NFS) then stops every export on the IoThread that touches it.
     #[arg(help_heading = "Guest memory", long, value_name = "FILES", default_value = "sealable")]
     pub memory_files: MemoryFilesChoice,
+    /// Confine the daemon to the files, sockets and servers that its options and exports name, and
+    /// to the system calls that it needs.
+    ///
+    /// `on`: as far as the kernel has the means. `strict`: do not start if it lacks one. `log`:
+    /// deny nothing, and let the kernel log the system calls that `on` would deny. `off`: no
+    /// sandbox.
+    #[arg(help_heading = "Sandbox", long, value_name = "MODE", default_value = "off")]
+    pub sandbox: SandboxMode,
+    /// Let disks that are added later be on any server. Without this option the sandbox permits
+    /// the servers of disks that are named at the start.
+    #[arg(help_heading = "Sandbox", long)]
+    pub allow_network: bool,
     /// Options for measurement.
     #[command(flatten)]
     pub switches: Switches,

@@ -1,5 +1,6 @@
 //! `ringhaul serve`: runs a daemon from its options to its end.
 
+mod confinement;
 mod service_status;
 mod start;
 
@@ -34,6 +35,7 @@ use crate::spec::{EndpointSpec, ExportSpec};
 use crate::takeover::new_process::{self, Predecessor};
 use crate::threads::ownership::PassedOn;
 use crate::threads::shutdown::Outcome;
+pub use confinement::enter_sandbox;
 use start::{PreviousState, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
@@ -85,6 +87,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let mut start = Start::read(args, config)?;
     start.args.check()?;
+    enter_sandbox(&start.args, start.config.as_ref(), &start.all_exports())?;
     let metrics = start.args.metrics.clone();
     let (daemon, ending) = Daemon::start(start.args.clone(), inherited)?;
     let _watch = daemon.watch()?;
@@ -122,6 +125,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let access = Access::new(&args)?;
     let mut control = predecessor.control.take();
     let previous_state = PreviousState::read(before, options, &args)?;
+    enter_sandbox(&args, config.as_ref(), &predecessor.exports())?;
     let base_settings = Settings::from_limits(args.poll_limits());
     let metrics = args.metrics.clone();
     let (daemon, ending) = Daemon::start(args, InheritedSockets::default())?;

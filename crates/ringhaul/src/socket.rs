@@ -22,6 +22,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds};
 
+use crate::sandbox;
 use peer::Peer;
 
 /// A source of front-ends.
@@ -135,7 +136,10 @@ impl Endpoint {
         let _alone = BINDING.lock();
         clear_socket_path(path, option)?;
         let listener = listen(path).map_err(|error| {
-            anyhow!("cannot listen on {shown}: {error}; choose another {option}")
+            let is_denied = error.kind() == io::ErrorKind::PermissionDenied;
+            let advice = is_denied.then(|| sandbox::advice_on_socket(path)).flatten();
+            let advice = advice.unwrap_or_else(|| format!("choose another {option}"));
+            anyhow!("cannot listen on {shown}: {error}; {advice}")
         })?;
         listener
             .set_nonblocking(true)

@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, fcntl_get_seals, statx};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::budget::{MappingBudget, Share};
 use crate::error::MemoryError;
@@ -287,13 +287,16 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes of a file from `offset` on, shared with its other users. The offset must be
-    /// a multiple of the file's page size.
+    /// a multiple of the file's page size. Core dumps leave the bytes out: they are a guest's.
     pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: the kernel chooses a place where nothing is mapped.
         let start =
             unsafe { mmap(ptr::null_mut(), len, prot, flags | MapFlags::NORESERVE, file, offset)? };
-        Ok(Self { start: start.cast(), len })
+        let mapping = Self { start: start.cast(), len };
+        // SAFETY: the range is the mapping's own, and the advice does not change its content.
+        unsafe { madvise(start, len, Advice::LinuxDontDump)? };
+        Ok(mapping)
     }
 
     /// Maps `len` bytes of private zeroes.

@@ -66,6 +66,8 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/device/src/queue/call_watch.rs", "a signal to one thread, and its handler"),
     ("crates/device/src/queue/eventfd.rs", "system calls of Linux AIO, which adds to an eventfd"),
     ("crates/ringhaul/src/process/limits.rs", "ignores a signal"),
+    ("crates/ringhaul/tests/sandbox/attempts.rs", "tests: system calls of an attacker"),
+    ("crates/ringhaul/src/sandbox/helper.rs", "forks a process, and closes its descriptors"),
     (
         "crates/ringhaul/src/socket/permissions.rs",
         "asks the C library, which knows where groups are listed",
@@ -185,6 +187,7 @@ pub(super) const FLOORS: &[Floors] = &[
         floors: &[
             "log",
             "process",
+            "sandbox",
             "socket",
             "spec",
             "open",

@@ -2,7 +2,7 @@
 
 pub(super) mod alignment;
 mod attributes;
-mod lock;
+pub(super) mod lock;
 pub(super) mod partial_blocks;
 mod retries;
 pub(crate) mod size_probe;

@@ -8,7 +8,7 @@ use std::ptr::{self, NonNull};
 use std::sync::{Condvar, PoisonError};
 
 use blockio::executor::Lock;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap_anonymous, munmap};
 use zeroize::Zeroize;
 
 /// The bound for all disks of the process, in KiB: enough for the largest demand that a header may
@@ -101,7 +101,8 @@ impl<T: Zeroize> Drop for Blocks<T> {
     }
 }
 
-/// A value on pages of its own, which are left out of core dumps (`MADV_DONTDUMP`).
+/// A value on pages of its own, which are left out of core dumps (`MADV_DONTDUMP`). A single value
+/// stays out of swap, too, as far as the limit on locked memory permits.
 pub(super) struct NoDump<T: ?Sized> {
     place: NonNull<T>,
 }
@@ -113,7 +114,13 @@ unsafe impl<T: ?Sized + Sync> Sync for NoDump<T> {}
 
 impl<T> NoDump<T> {
     pub(super) fn new(value: T) -> io::Result<Self> {
-        let place = map(1)?;
+        let place = map::<T>(1)?;
+        // SAFETY: `map` has mapped these pages. A lock does not change their contents, and ends
+        // with the mapping.
+        let locked = unsafe { mlock(place.as_ptr().cast(), size_of::<T>()) };
+        if let Err(error) = locked {
+            tracing::debug!("cannot keep a key out of swap: {error}; raise the limit (ulimit -l)");
+        }
         // SAFETY: `map` has room for one value there, and nothing else uses it.
         unsafe { place.write(value) };
         Ok(Self { place })
@@ -265,6 +272,11 @@ mod no_dump_tests {
 
     /// Returns true if the kernel leaves the page with this address out of core dumps.
     fn is_excluded_from_dumps(address: usize) -> bool {
+        has_flag(address, "dd")
+    }
+
+    /// Returns true if the page with this address has this flag in /proc (proc_pid_smaps(5)).
+    fn has_flag(address: usize, wanted: &str) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut is_there = false;
         for line in maps.lines() {
@@ -273,10 +285,19 @@ mod no_dump_tests {
             if let Some((start, end)) = bounds.and_then(|(a, b)| Some((number(a)?, number(b)?))) {
                 is_there = (start..end).contains(&address);
             } else if is_there && let Some(flags) = line.strip_prefix("VmFlags:") {
-                return flags.split_whitespace().any(|flag| flag == "dd");
+                return flags.split_whitespace().any(|flag| flag == wanted);
             }
         }
         panic!("nothing is mapped there");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_key_stays_out_of_swap() {
+        let key = NoDump::new([7_u8; 64]).unwrap();
+        assert!(has_flag((&raw const *key).addr(), "lo"));
+        let other = Box::new(7_u64);
+        assert!(!has_flag((&raw const *other).addr(), "lo"));
     }
 
     #[test]

@@ -104,6 +104,11 @@ impl NbdSpec {
         Ok(())
     }
 
+    /// The port of its server.
+    pub(super) fn port(&self) -> u16 {
+        self.port.unwrap_or(PORT)
+    }
+
     /// All its paths.
     pub(super) fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
         self.socket.iter_mut().chain(&mut self.tls_certificates)
@@ -114,10 +119,9 @@ impl NbdSpec {
     pub(crate) fn options(&self) -> NbdOptions {
         let address = match &self.socket {
             Some(path) => NbdAddress::Unix(path.clone()),
-            None => NbdAddress::Tcp {
-                host: self.host.clone().unwrap_or_default(),
-                port: self.port.unwrap_or(PORT),
-            },
+            None => {
+                NbdAddress::Tcp { host: self.host.clone().unwrap_or_default(), port: self.port() }
+            }
         };
         NbdOptions {
             address,

@@ -8,6 +8,7 @@ use rustix::process::{Resource, getrlimit};
 use super::Daemon;
 use crate::log::{self, RecentLine};
 use crate::process::limits::cgroup_limit;
+use crate::sandbox;
 use crate::spec::command::CommandError;
 use crate::spec::process::{LogLine, LogLines, ProcessStatus};
 
@@ -34,6 +35,8 @@ impl Daemon {
             mapped_memory_bytes: self.limits.mapped_bytes(),
             cgroup_memory_max_bytes: cgroup_limit(),
             dropped_log_lines: log::dropped_lines(),
+            sandbox: sandbox::mode().to_string(),
+            sandbox_lacks: sandbox::missing().to_vec(),
             thread_cpus,
         })
     }

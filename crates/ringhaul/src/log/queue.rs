@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -28,19 +29,26 @@ const FLUSHES_MAX: usize = 30;
 
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
-/// Starts the thread, once.
+/// True once the thread has started, or has failed to.
+static IS_STARTED: AtomicBool = AtomicBool::new(false);
+
+/// Begins to take lines, which wait for the [thread](start_thread).
+pub(super) fn start() {
+    QUEUE.get_or_init(Queue::default);
+}
+
+/// Starts the thread, once. It calls `begin` before it writes.
 ///
 /// # Errors
 ///
 /// When the kernel has no thread left.
-pub(super) fn start() -> io::Result<()> {
-    let mut is_new = false;
-    let queue = QUEUE.get_or_init(|| {
-        is_new = true;
-        Queue::default()
-    });
-    if is_new {
-        let write = || queue.write_lines(write_to_stderr, report_dropped);
+pub(super) fn start_thread(begin: fn()) -> io::Result<()> {
+    let queue = QUEUE.get_or_init(Queue::default);
+    if !IS_STARTED.swap(true, Ordering::Relaxed) {
+        let write = move || {
+            begin();
+            queue.write_lines(write_to_stderr, report_dropped)
+        };
         std::thread::Builder::new().name("ringhaul-log".into()).spawn(write)?;
     }
     Ok(())
@@ -50,6 +58,8 @@ pub(super) fn start() -> io::Result<()> {
 /// called before the process exits in any way.
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
+        // A process that fails early has not started it.
+        let _ = start_thread(|| ());
         queue.flush_while(FLUSH_LIMIT, || has_room(stderr()));
     }
 }
@@ -66,7 +76,7 @@ pub(crate) fn dropped_lines() -> u64 {
     QUEUE.get().map_or(0, |queue| queue.state.lock().dropped)
 }
 
-/// The writer of log lines, one line for each write. Before the thread has started, lines are lost.
+/// The writer of log lines, one line for each write. Before the log has started, lines are lost.
 #[derive(Clone, Copy)]
 pub(super) struct Lines;
 

@@ -17,6 +17,7 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
 use crate::daemon::Daemon;
+use crate::sandbox;
 use crate::socket::Endpoint;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::command::{Command, ExportState, Reply};
@@ -50,7 +51,10 @@ impl MetricsServer {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
-        let serve = move || Server { listener, daemon, clients: Vec::new() }.run(&stopped);
+        let serve = move || {
+            sandbox::deny_rings();
+            Server { listener, daemon, clients: Vec::new() }.run(&stopped);
+        };
         let thread = std::thread::Builder::new()
             .name("ringhaul-metric".into())
             .spawn(serve)

@@ -35,6 +35,23 @@ impl ExportSpec {
         }
     }
 
+    /// The files with persistent reservations that the export may use, each with true if it may be
+    /// made and replaced.
+    pub(crate) fn reservations(&self) -> Vec<(PathBuf, bool)> {
+        let units = match &self.device {
+            // virtio-blk only heeds them.
+            DeviceSpec::Blk(disk) => {
+                return default_reservations(disk).into_iter().map(|path| (path, false)).collect();
+            }
+            DeviceSpec::Scsi(units) => units,
+        };
+        let of_unit = |unit: &UnitSpec| match &unit.settings.reservations {
+            Some(path) => Some(by_one_name(path)),
+            None => default_reservations(&unit.disk),
+        };
+        units.iter().filter_map(of_unit).map(|path| (path, true)).collect()
+    }
+
     /// Returns warnings about plain files with the header of an image, without opening them as
     /// disks.
     pub(crate) fn content_warnings(&self) -> Vec<String> {

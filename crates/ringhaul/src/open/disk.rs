@@ -5,13 +5,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use blockio::disk::hand_over::DiskHandOver;
 use blockio::{DiskOptions, DiskSource};
 use disks::DiskSpec;
 use disks::open::{CancelToken, DiskOpener};
+use disks::spec::DiskPlace;
 use rustix::fs::{OFlags, fcntl_getfl};
 
+use crate::sandbox;
 use crate::spec::{CacheMode, ExportSettings};
 
 /// An open disk of an export.
@@ -99,7 +101,7 @@ impl OpenDisk {
             Ok(source)
         };
         let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
-        let source = opener.open(disk)?;
+        let source = opener.open(disk).map_err(|error| with_advice(error, disk))?;
         if let Some(warning) = source.warning() {
             tracing::warn!("{}: {warning}", disk.name());
         }
@@ -153,6 +155,33 @@ impl OpenDisk {
         );
         Self { name, source, opened, cache, summary }
     }
+}
+
+/// Adds advice to an error if the sandbox is its reason.
+fn with_advice(error: anyhow::Error, disk: &DiskSpec) -> anyhow::Error {
+    if !error.chain().any(is_denied) {
+        return error;
+    }
+    let advice = disk.places().iter().find_map(|place| match place {
+        DiskPlace::Data(path) | DiskPlace::Read(path) | DiskPlace::ReadFolder(path) => {
+            sandbox::advice_on_disk(path)
+        }
+        DiskPlace::LocalServer(_) | DiskPlace::Server(_) | DiskPlace::Ceph(_) => {
+            sandbox::advice_on_server().map(str::to_owned)
+        }
+        DiskPlace::ReadAnywhere => None,
+    });
+    match advice {
+        Some(advice) => anyhow!("{error:#}; {advice}"),
+        None => error,
+    }
+}
+
+/// Returns true if the kernel has denied an access.
+fn is_denied(error: &(dyn std::error::Error + 'static)) -> bool {
+    let of_disk = error.downcast_ref::<blockio::Error>().and_then(blockio::Error::system_error);
+    let error = of_disk.or_else(|| error.downcast_ref::<std::io::Error>());
+    error.is_some_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)
 }
 
 /// The number of immediate retries. Two processes that open a disk at the same moment may refuse

@@ -16,6 +16,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use crate::options::{ServeArgs, one_line};
+use crate::sandbox::helper;
 use crate::socket::{Endpoint, permissions};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 
@@ -86,7 +87,8 @@ impl ConfigFile {
     /// When it cannot be read, or a part of it is invalid. The error names line and column.
     pub fn read(&self) -> Result<Config> {
         let path = self.path.display();
-        let text = open_regular(&self.path).and_then(std::io::read_to_string);
+        let file = helper::open_config(&self.path).unwrap_or_else(|| open_regular(&self.path));
+        let text = file.and_then(std::io::read_to_string);
         let text = text.with_context(|| format!("cannot read the configuration file {path}"))?;
         self.parse(&text)
     }

@@ -57,6 +57,17 @@ impl Start {
         Ok(start)
     }
 
+    /// All exports that the daemon may begin with.
+    pub(super) fn all_exports(&self) -> Vec<ExportSpec> {
+        let mut all = self.base.clone();
+        if let Some((_, changes, _)) = &self.state {
+            let settings = Settings::from_limits(self.args.poll_limits());
+            let merged = changes.clone().merge(&self.base, &settings);
+            all.extend(merged.exports.into_iter().chain(merged.added));
+        }
+        all
+    }
+
     /// Adopts the options of upgrades, if the process was started like the first one.
     fn adopt_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
         let Changes { started, upgraded, .. } = changes;

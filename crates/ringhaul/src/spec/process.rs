@@ -30,6 +30,10 @@ pub struct ProcessStatus {
     pub cgroup_memory_max_bytes: Option<u64>,
     /// Log lines that were dropped because standard error was not read in time.
     pub dropped_log_lines: u64,
+    /// The mode of its sandbox: `on`, `log`, `off` or `strict`.
+    pub sandbox: String,
+    /// The parts of the sandbox that the kernel lacks.
+    pub sandbox_lacks: Vec<String>,
     /// The CPUs of the IoThreads, in the order of their numbers.
     pub thread_cpus: Vec<ThreadCpus>,
 }

@@ -78,6 +78,12 @@ impl Predecessor {
         Ok(RefusalSender(stream.context("cannot keep the connection to the old process")?))
     }
 
+    /// The exports that this process is to serve.
+    pub(crate) fn exports(&self) -> Vec<ExportSpec> {
+        let opening = self.opening.iter().map(|opening| &opening.spec);
+        self.exports.iter().map(|export| &export.spec).chain(opening).cloned().collect()
+    }
+
     /// Requests the description of the daemon behind this control socket.
     ///
     /// # Errors

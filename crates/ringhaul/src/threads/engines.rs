@@ -15,6 +15,7 @@ use rustix::thread::sched_getaffinity;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
 use crate::options::ServeArgs;
+use crate::sandbox;
 use crate::spec::command::CommandError;
 use crate::spec::process::ThreadCpus;
 use crate::spec::settings::PollLimits;
@@ -195,7 +196,14 @@ fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), C
         if thread.has(engine) {
             continue;
         }
-        let added = thread.remote.call(move |io| io.add_engine(config));
+        let added = thread.remote.call(move |io| {
+            // The ring that it may have is all that it needs.
+            io.add_engine(config).inspect(|_| {
+                if engine == EngineKind::IoUring {
+                    sandbox::deny_rings();
+                }
+            })
+        });
         // An IoThread is gone only if the daemon is about to end.
         is_new |= added.ok_or(CommandError::Ending)?.map_err(anyhow::Error::from)?;
         thread.engines.lock().push(engine);

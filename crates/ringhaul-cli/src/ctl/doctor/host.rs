@@ -29,6 +29,7 @@ pub(super) fn findings(facts: &Facts, ms: u64) -> Vec<Finding> {
     found.extend(open_files(process));
     found.extend(locked_memory(facts));
     found.extend(aio_operations(facts));
+    found.extend(sandbox(process));
     found.extend(dropped_lines(process));
     found.extend(facts.threads.iter().filter_map(|thread| busy_host(thread, ms)));
     found.extend(facts.threads.iter().filter_map(|thread| shared_cpus(facts, thread)));
@@ -138,6 +139,22 @@ fn aio_operations(facts: &Facts) -> Option<Finding> {
         format!("{used} of {limit} operations of Linux AIO are reserved in the whole system"),
         "sysctl fs.aio-max-nr=1048576",
     ))
+}
+
+/// A daemon that code of a guest could use to reach other files.
+fn sandbox(process: &ProcessStatus) -> Option<Finding> {
+    let (fact, remedy) = match (&*process.sandbox, &process.sandbox_lacks[..]) {
+        ("on" | "strict", []) => return None,
+        ("on" | "strict", lacks) => (
+            format!("the sandbox of the daemon is incomplete: {}", lacks.join("; ")),
+            "a newer kernel",
+        ),
+        (mode, _) => (
+            format!("the daemon has no sandbox (--sandbox {mode})"),
+            "restart it with --sandbox on",
+        ),
+    };
+    Some(Finding::new(Level::Warning, "sandbox", fact, remedy))
 }
 
 fn dropped_lines(process: &ProcessStatus) -> Option<Finding> {

@@ -105,7 +105,7 @@ fn healthy() -> Facts {
             "process": 7, "options": [], "kernel": "6.1", "open-files": 79, "open-files-max": 100,
             "locked-memory-max-bytes": 128 << 10, "aio-operations": 79, "aio-operations-max": 100,
             "mapped-memory-bytes": 1 << 20, "cgroup-memory-max-bytes": 1 << 20,
-            "dropped-log-lines": 0, "thread-cpus": [],
+            "dropped-log-lines": 0, "thread-cpus": [], "sandbox": "on", "sandbox-lacks": [],
         })),
         settings: read(json!({ "log": "info", "poll-max-us": 64, "poll-budget": 100 })),
         exports: vec![export],

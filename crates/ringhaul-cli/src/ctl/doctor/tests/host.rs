@@ -32,6 +32,13 @@ fn the_host_has_findings() {
             "aio-operations",
             &["80 of 100"],
         ),
+        (|facts| facts.process.sandbox = "off".into(), Warning, "sandbox", &["--sandbox off"]),
+        (
+            |facts| facts.process.sandbox_lacks = vec!["no Landlock".into()],
+            Warning,
+            "sandbox",
+            &["no Landlock"],
+        ),
         (|facts| facts.process.dropped_log_lines = 5, Warning, "dropped-log-lines", &["5 lines"]),
         (
             |facts| {

@@ -1,0 +1,153 @@
+//! The sandbox of the daemon (docs/internals/security.md).
+//!
+//! The main thread enters it before any other thread exists, and all later threads inherit it: no
+//! new privileges, few capabilities, the files of [`Rules`] alone (`files.rs`), and no system call
+//! that a daemon never needs (`calls.rs`). Two tasks need more rights than the daemon has. A helper
+//! process outside the sandbox carries them out (`helper.rs`).
+
+mod calls;
+mod capabilities;
+mod files;
+pub(crate) mod helper;
+mod rules;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use anyhow::{Result, bail};
+use clap::ValueEnum;
+use serde::Deserialize;
+
+pub(crate) use rules::Rules;
+
+/// Values of `--sandbox`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum SandboxMode {
+    /// As far as the kernel has the means, with a warning about each that is missing.
+    On,
+    /// Nothing is denied; system calls that the sandbox would deny go to the kernel's log.
+    Log,
+    /// None.
+    Off,
+    /// Like `on`, but the daemon does not start if the kernel lacks a part.
+    Strict,
+}
+
+impl fmt::Display for SandboxMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::On => "on",
+            Self::Log => "log",
+            Self::Off => "off",
+            Self::Strict => "strict",
+        })
+    }
+}
+
+/// The sandbox of this process.
+struct State {
+    mode: SandboxMode,
+    missing: Vec<String>,
+    /// `None`: the kernel does not restrict files.
+    rules: Option<Rules>,
+}
+
+static STATE: OnceLock<State> = OnceLock::new();
+
+/// Confines this process. Must be called once, while it has one thread. `config` is a file that is
+/// read again later, even if another file replaces it.
+///
+/// # Errors
+///
+/// With mode `strict`, when the kernel lacks a part. In every mode, when the kernel refuses a part
+/// that it has.
+pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) -> Result<()> {
+    let (mut missing, mut enforced) = (Vec::new(), None);
+    match mode {
+        SandboxMode::Off => {}
+        SandboxMode::Log => calls::log_denied(&rules)?,
+        SandboxMode::On | SandboxMode::Strict => {
+            // First, because it must remain outside.
+            helper::start(config)?;
+            capabilities::drop_unused(&rules)?;
+            let (is_enforced, lacks) = files::restrict(&rules)?;
+            missing.extend(lacks);
+            calls::deny(&rules)?;
+            enforced = is_enforced.then_some(rules);
+        }
+    }
+    if !missing.is_empty() && mode == SandboxMode::Strict {
+        bail!(
+            "cannot confine the daemon as --sandbox strict demands: {}; use a newer kernel, or \
+             --sandbox on",
+            missing.join("; ")
+        );
+    }
+    if !missing.is_empty() {
+        tracing::warn!("the sandbox is incomplete: {}", missing.join("; "));
+    }
+    if STATE.set(State { mode, missing, rules: enforced }).is_err() {
+        bail!("this process is confined already");
+    }
+    Ok(())
+}
+
+/// Denies this thread, and all that it starts, new rings of io_uring: operations of a ring pass no
+/// filter of system calls. Does nothing without a sandbox.
+pub fn deny_rings() {
+    let is_on = matches!(mode(), SandboxMode::On | SandboxMode::Strict);
+    if let Err(error) = if is_on { calls::deny_rings() } else { Ok(()) } {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("unnamed").to_owned();
+        tracing::warn!("the sandbox of the thread {name} is incomplete: {error:#}");
+    }
+}
+
+/// The mode of this process.
+pub(crate) fn mode() -> SandboxMode {
+    STATE.get().map_or(SandboxMode::Off, |state| state.mode)
+}
+
+/// The parts that the kernel lacks.
+pub(crate) fn missing() -> &'static [String] {
+    STATE.get().map_or(&[], |state| &state.missing)
+}
+
+/// Returns advice about a disk at this path, if the sandbox is the reason that it cannot be opened.
+pub(crate) fn advice_on_disk(path: &Path) -> Option<String> {
+    let folder = denied_folder(path)?;
+    Some(format!(
+        "the sandbox permits only disks that were named at the start; add it with `ringhaul ctl \
+         add`, which passes the open file, restart the daemon, or start it with --allow-disk-dir \
+         {folder}"
+    ))
+}
+
+/// Returns advice about a socket at this path, if the sandbox is the reason that it cannot be made.
+pub(crate) fn advice_on_socket(path: &Path) -> Option<String> {
+    let folder = denied_folder(path)?;
+    Some(format!(
+        "the sandbox permits sockets only in folders that were named at the start; choose one of \
+         these, or start the daemon with --allow-socket-dir {folder}"
+    ))
+}
+
+/// Returns advice about a server, if the sandbox is the reason that it cannot be reached.
+pub(crate) fn advice_on_server() -> Option<&'static str> {
+    let rules = STATE.get()?.rules.as_ref()?;
+    (!rules.may_connect()).then_some(
+        "the sandbox permits no connections, because no network disk was named at the start; \
+         restart the daemon with --allow-network",
+    )
+}
+
+/// The folder of a path that the rules do not permit.
+fn denied_folder(path: &Path) -> Option<String> {
+    let rules = STATE.get()?.rules.as_ref()?;
+    if rules.permits(path) {
+        return None;
+    }
+    Some(rules::folder_of(path).display().to_string())
+}

@@ -1,0 +1,38 @@
+//! The capabilities that a daemon of root keeps.
+
+use anyhow::{Context, Result};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+
+use super::rules::Rules;
+
+/// Ports below need a capability.
+const PRIVILEGED_PORTS: u16 = 1024;
+
+/// Drops all capabilities but the needed ones from this thread and all that it starts.
+///
+/// # Errors
+///
+/// When the kernel refuses.
+pub(super) fn drop_unused(rules: &Rules) -> Result<()> {
+    keep(needed(rules))
+}
+
+/// The capabilities of a daemon.
+fn needed(rules: &Rules) -> CapabilitySet {
+    // Disks, keys and folders of sockets often belong to other users. Guest memory and keys may
+    // exceed the limit on locked memory.
+    let mut needed = CapabilitySet::DAC_OVERRIDE | CapabilitySet::IPC_LOCK;
+    if rules.listen_port.is_some_and(|port| port < PRIVILEGED_PORTS) {
+        needed |= CapabilitySet::NET_BIND_SERVICE;
+    }
+    needed
+}
+
+/// Drops all capabilities that are not in the set.
+pub(super) fn keep(needed: CapabilitySet) -> Result<()> {
+    let has = capabilities(None).context("cannot determine the capabilities of the process")?;
+    let kept = has.permitted & needed;
+    let sets =
+        CapabilitySets { permitted: kept, effective: kept, inheritable: CapabilitySet::empty() };
+    set_capabilities(None, sets).context("cannot drop capabilities")
+}

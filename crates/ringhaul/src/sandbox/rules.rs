@@ -1,0 +1,169 @@
+//! The files, sockets and servers that a daemon needs, as data.
+
+use std::path::{Path, PathBuf};
+
+/// The use of a file or a folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    /// A file or device is read.
+    Read,
+    /// A file or device is read and written.
+    Write,
+    /// Files in a folder are read.
+    ReadFolder,
+    /// Files and devices in a folder are read and written.
+    WriteFolder,
+    /// Sockets are made and removed in a folder.
+    Sockets,
+    /// Files are made, replaced, read and removed in a folder.
+    Replace,
+}
+
+/// The files, sockets and servers that a daemon needs.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Rules {
+    pub(super) places: Vec<(PathBuf, Use)>,
+    /// TCP ports of servers. `None`: any, for libraries that choose them.
+    pub(super) ports: Vec<u16>,
+    pub(super) has_any_server: bool,
+    has_local_server: bool,
+    /// The TCP port of the metrics server.
+    pub(super) listen_port: Option<u16>,
+    pub(super) has_libraries: bool,
+}
+
+/// Files of the system that network disks need: the names of machines, certificates, libraries of
+/// name services.
+const NETWORK_FILES: [&str; 14] = [
+    "/etc/hosts",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/etc/ld.so.cache",
+    "/etc/ssl",
+    "/etc/pki",
+    "/usr/share/ca-certificates",
+    "/usr/local/share/ca-certificates",
+    "/usr/lib",
+    "/usr/lib64",
+    "/run/systemd/resolve",
+];
+
+/// Files of the libraries of Ceph, beyond the files of network disks.
+const CEPH_FILES: [&str; 5] = ["/etc/ceph", "/usr/share/ceph", "/etc/passwd", "/etc/group", "/tmp"];
+/// Folders in which the libraries of Ceph make sockets and logs.
+const CEPH_FOLDERS: [&str; 2] = ["/run/ceph", "/var/log/ceph"];
+
+impl Rules {
+    /// The disk at `path` is read, and written if `is_written`.
+    pub(crate) fn disk(&mut self, path: &Path, is_written: bool) {
+        self.add(path, if is_written { Use::Write } else { Use::Read });
+    }
+
+    /// Disks and their files in this folder are read and written.
+    pub(crate) fn disk_folder(&mut self, path: &Path) {
+        self.add(path, Use::WriteFolder);
+    }
+
+    /// The file at `path` is read.
+    pub(crate) fn read(&mut self, path: &Path) {
+        self.add(path, Use::Read);
+    }
+
+    /// Files in this folder are read.
+    pub(crate) fn read_folder(&mut self, path: &Path) {
+        self.add(path, Use::ReadFolder);
+    }
+
+    /// The file at `path` is made, read, replaced and removed. So is, in the worst case, any other
+    /// file in its folder.
+    pub(crate) fn replaced(&mut self, path: &Path) {
+        self.add(folder_of(path), Use::Replace);
+    }
+
+    /// A socket at `path` is made and removed.
+    pub(crate) fn socket(&mut self, path: &Path) {
+        self.socket_folder(folder_of(path));
+    }
+
+    /// Sockets in this folder are made and removed.
+    pub(crate) fn socket_folder(&mut self, path: &Path) {
+        self.add(path, Use::Sockets);
+    }
+
+    /// The daemon listens on this TCP port.
+    pub(crate) fn listen(&mut self, port: u16) {
+        self.listen_port = Some(port);
+    }
+
+    /// The daemon connects to a socket on this machine.
+    pub(crate) fn local_server(&mut self) {
+        self.has_local_server = true;
+    }
+
+    /// The daemon connects to servers at this TCP port.
+    pub(crate) fn server(&mut self, port: u16) {
+        self.network_files();
+        // Long answers about names come over TCP.
+        self.ports.extend([port, 53]);
+    }
+
+    /// The daemon connects to any server.
+    pub(crate) fn any_server(&mut self) {
+        self.network_files();
+        (self.has_any_server, self.has_local_server) = (true, true);
+    }
+
+    /// The libraries of Ceph run in the process. They read the files beside these, too.
+    pub(crate) fn ceph(&mut self, files: &[PathBuf]) {
+        self.any_server();
+        self.has_libraries = true;
+        CEPH_FILES.iter().for_each(|path| self.read_folder(Path::new(path)));
+        CEPH_FOLDERS.iter().for_each(|path| self.add(Path::new(path), Use::Replace));
+        CEPH_FOLDERS.iter().for_each(|path| self.socket_folder(Path::new(path)));
+        files.iter().for_each(|path| self.read_folder(folder_of(path)));
+    }
+
+    /// Returns true if the daemon connects to servers.
+    pub(super) fn may_connect(&self) -> bool {
+        self.has_any_server || self.has_local_server || !self.ports.is_empty()
+    }
+
+    /// Returns true if the daemon uses the network.
+    pub(super) fn has_network(&self) -> bool {
+        self.has_any_server || !self.ports.is_empty() || self.listen_port.is_some()
+    }
+
+    fn network_files(&mut self) {
+        if self.ports.is_empty() && !self.has_any_server {
+            NETWORK_FILES.iter().for_each(|path| self.read_folder(Path::new(path)));
+        }
+    }
+
+    fn add(&mut self, path: &Path, used: Use) {
+        // A path may be relative to the folder in which the daemon works at present.
+        let place = (std::path::absolute(path).unwrap_or(path.to_owned()), used);
+        if !self.places.contains(&place) {
+            self.places.push(place);
+        }
+    }
+
+    /// Returns true if a disk or a socket at this path may be used.
+    pub(super) fn permits(&self, path: &Path) -> bool {
+        let path = std::path::absolute(path).unwrap_or(path.to_owned());
+        self.places.iter().any(|(place, used)| match used {
+            Use::Read | Use::Write => *place == path,
+            Use::Sockets | Use::ReadFolder | Use::WriteFolder | Use::Replace => {
+                path.starts_with(place)
+            }
+        })
+    }
+}
+
+/// The folder of a file.
+pub(super) fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
+}

@@ -1,0 +1,127 @@
+//! The attempts.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use io_uring::{IoUring, opcode, types};
+
+/// The surroundings of an attempt.
+pub(crate) struct Scene<'a> {
+    /// A folder with `mine/disk`, the daemon's disk, `mine/neighbour`, `others/disk`, and the
+    /// socket `others/server`.
+    pub(crate) folder: &'a Path,
+    /// A port of this machine at which a server listens.
+    pub(crate) port: u16,
+}
+
+/// An attempt. It fails with the errno of the kernel.
+pub(crate) type Attempt = fn(&Scene<'_>) -> io::Result<()>;
+
+/// All attempts by their names.
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("read /etc/passwd", |_| File::open("/etc/passwd").map(drop)),
+    ("read a neighbour's disk", |scene| File::open(scene.folder.join("others/disk")).map(drop)),
+    ("read a disk beside its own", |scene| {
+        File::open(scene.folder.join("mine/neighbour")).map(drop)
+    }),
+    ("write to a disk beside its own", |scene| {
+        File::options().write(true).open(scene.folder.join("mine/neighbour")).map(drop)
+    }),
+    ("make a file beside its disk", |scene| {
+        File::create_new(scene.folder.join("mine/new")).map(drop)
+    }),
+    ("give a neighbour's disk another mode", |scene| {
+        let mode = std::fs::Permissions::from_mode(0o666);
+        std::fs::set_permissions(scene.folder.join("others/disk"), mode)
+    }),
+    ("list a folder", |scene| std::fs::read_dir(scene.folder).map(drop)),
+    ("read the memory of another process", |_| {
+        File::open(format!("/proc/{}/mem", std::os::unix::process::parent_id())).map(drop)
+    }),
+    ("find the files of another process", |_| {
+        let parent = std::os::unix::process::parent_id();
+        std::fs::read_link(format!("/proc/{parent}/fd/0")).map(drop)
+    }),
+    ("trace another process", |_| {
+        let parent = libc::pid_t::try_from(std::os::unix::process::parent_id()).unwrap();
+        let none = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: attaches to a process, and passes no memory.
+        check(unsafe { libc::ptrace(libc::PTRACE_SEIZE, parent, none, none) })
+    }),
+    ("signal another process", |_| {
+        let parent = libc::pid_t::try_from(std::os::unix::process::parent_id()).unwrap();
+        // SAFETY: signal 0 only checks the permission.
+        check(unsafe { libc::kill(parent, 0) }.into())
+    }),
+    ("execute a program", |_| {
+        // A program that runs takes the place of this one, so its status is that of success.
+        let program = [c"/bin/sh", c"-c", c"exit 10"].map(std::ffi::CStr::as_ptr);
+        let arguments = [program[0], program[1], program[2], std::ptr::null()];
+        // SAFETY: the list and its texts are constants, and the list ends with a null.
+        check(unsafe { libc::execv(program[0], arguments.as_ptr()) }.into())
+    }),
+    ("start a process", |_| {
+        // SAFETY: the child ends at once.
+        match unsafe { libc::fork() } {
+            // SAFETY: as above.
+            0 => unsafe { libc::_exit(0) },
+            child => check(child.into()),
+        }
+    }),
+    ("connect to a socket", |scene| {
+        UnixStream::connect(scene.folder.join("others/server")).map(drop)
+    }),
+    ("connect over TCP", |scene| TcpStream::connect(("127.0.0.1", scene.port)).map(drop)),
+    ("listen on TCP", |_| std::net::TcpListener::bind("127.0.0.1:0").map(drop)),
+    ("send a packet", |_| std::net::UdpSocket::bind("127.0.0.1:0").map(drop)),
+    ("become another user", |_| {
+        // SAFETY: changes the user of this thread only, which ends soon.
+        check(unsafe { libc::syscall(libc::SYS_setresuid, -1_i64, 0_i64, -1_i64) })
+    }),
+    ("enter a namespace", |_| {
+        // SAFETY: makes a namespace for this thread, which ends soon.
+        check(unsafe { libc::unshare(libc::CLONE_NEWNET) }.into())
+    }),
+    ("open a file through io_uring", |_| {
+        let mut ring = IoUring::new(1)?;
+        let path = CString::new("/etc/passwd")?;
+        let open = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr());
+        run(&mut ring, &open.flags(libc::O_RDONLY).build())
+    }),
+    ("connect through io_uring", |_| {
+        let mut ring = IoUring::new(1)?;
+        run(&mut ring, &opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build())
+    }),
+    ("look at the events of the kernel", |_| {
+        let file = File::open("/proc/self/status")?;
+        // SAFETY: a call with a wrong pointer fails before it does anything.
+        let result = unsafe {
+            libc::syscall(libc::SYS_perf_event_open, 0_usize, 0, -1, file.as_raw_fd(), 0)
+        };
+        match check(result) {
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) => Ok(()),
+            other => other,
+        }
+    }),
+];
+
+fn check(result: libc::c_long) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Runs an operation of a ring.
+fn run(ring: &mut IoUring, entry: &io_uring::squeue::Entry) -> io::Result<()> {
+    // SAFETY: the caller's path lives until the completion, for which the next line waits.
+    unsafe { ring.submission().push(entry) }.unwrap();
+    ring.submit_and_wait(1)?;
+    match ring.completion().next().unwrap().result() {
+        result if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,89 @@
+//! Code in the place of the daemon tries to leave its sandbox. Each attempt is made in a process of
+//! its own, which has entered the sandbox as `ringhaul serve` does, and must fail there with an
+//! errno of a denial. For root, the same attempt must succeed with `--sandbox off`.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod attempts;
+
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use attempts::{ATTEMPTS, Scene};
+use clap::{Args, FromArgMatches};
+use ringhaul::options::ServeArgs;
+use ringhaul::{sandbox, serve};
+
+/// The status of a process whose attempt has succeeded.
+const SUCCEEDED: u8 = 10;
+/// The status of a process whose attempt was denied.
+const DENIED: u8 = 11;
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().collect();
+    if let [_, attempt, mode, folder, port] = &words[..]
+        && let Some(name) = attempt.strip_prefix("--attempt=")
+    {
+        return attempt_in_sandbox(name, mode, Path::new(folder), port.parse().unwrap());
+    }
+    let is_root = rustix::process::geteuid().is_root();
+    let modes = &[("strict", DENIED), ("off", SUCCEEDED)][..if is_root { 2 } else { 1 }];
+    let mut failed = 0;
+    for (name, _) in ATTEMPTS {
+        for (mode, expected) in modes.iter().copied() {
+            let status = run(name, mode);
+            let is_right = status == Some(expected.into());
+            println!("{name}, sandbox {mode}: {}", if is_right { "ok" } else { "FAILED" });
+            failed += u32::from(!is_right);
+        }
+    }
+    println!("{} attempts, {failed} failed", modes.len() * ATTEMPTS.len());
+    ExitCode::from(u8::from(failed > 0))
+}
+
+/// Makes an attempt in a new process. Returns its status.
+fn run(name: &str, mode: &str) -> Option<i32> {
+    let folder = tempfile::tempdir().unwrap();
+    for made in ["mine", "others"] {
+        std::fs::create_dir(folder.path().join(made)).unwrap();
+    }
+    for disk in ["mine/disk", "mine/neighbour", "others/disk"] {
+        std::fs::write(folder.path().join(disk), [0; 1 << 16]).unwrap();
+    }
+    let _unix = UnixListener::bind(folder.path().join("others/server")).unwrap();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = tcp.local_addr().unwrap().port().to_string();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.arg(format!("--attempt={name}")).arg(mode).arg(folder.path()).arg(port);
+    command.status().unwrap().code()
+}
+
+fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitCode {
+    let disk = format!("--blk-file={}", folder.join("mine/disk").display());
+    let socket = format!("--socket-path={}", folder.join("mine/socket").display());
+    let mode = format!("--sandbox={mode}");
+    let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+    let args =
+        ServeArgs::from_arg_matches(&serve.get_matches_from(["serve", &disk, &socket, &mode]));
+    let args = args.unwrap();
+    serve::enter_sandbox(&args, None, &args.exports().unwrap()).unwrap();
+    sandbox::deny_rings();
+    // The daemon itself can work.
+    let disk = std::fs::File::options().read(true).write(true).open(folder.join("mine/disk"));
+    disk.unwrap().set_len(1 << 17).unwrap();
+    UnixListener::bind(folder.join("mine/socket")).unwrap();
+    std::fs::remove_file(folder.join("mine/socket")).unwrap();
+    std::thread::spawn(|| ()).join().unwrap();
+    let (_, attempt) = ATTEMPTS.iter().find(|(known, _)| *known == name).unwrap();
+    match attempt(&Scene { folder, port }) {
+        Ok(()) => ExitCode::from(SUCCEEDED),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {
+            ExitCode::from(DENIED)
+        }
+        Err(error) => {
+            eprintln!("{name}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
