@@ -5,7 +5,7 @@ XTASK = $(CARGO) run --quiet --package xtask --
 LAB = $(CARGO) run --quiet --manifest-path lab/Cargo.toml --
 
 .DEFAULT_GOAL := help
-.PHONY: help build install demo test setup check compare experiments clean
+.PHONY: help build install package demo test setup check compare experiments clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -16,6 +16,10 @@ build: rust ## Build the program, which then names its commit (ringhaul version)
 install: ## Install that program, its manual and its units (PREFIX=/usr/local, DESTDIR=)
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" SYSCONFDIR="$(SYSCONFDIR)" BINARY="$(BINARY)" \
 		sh contrib/install.sh
+
+package: rust ## Make packages of Debian and RPM and a container image, in target/packages
+	@sh xtask/setup.sh --package
+	@sh contrib/package.sh
 
 demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs only Rust
 	@echo "Building Ringhaul without link-time optimisation: about a minute on two cores …"

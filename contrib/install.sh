@@ -40,10 +40,10 @@ put() {
 
 install -D -m 755 "$BINARY" "$bin/ringhaul"
 install -D -m 755 contrib/ringhaul-scsi "$bin/ringhaul-scsi"
-mkdir "$scratch/man1"
-"$BINARY" manual "$scratch/man1"
-for page in "$scratch"/man1/*; do
-    install -D -m 644 "$page" "$share/man/man1/${page##*/}"
+mkdir "$scratch/manual"
+"$BINARY" manual "$scratch/manual"
+for page in "$scratch"/manual/*; do
+    install -D -m 644 "$page" "$share/man/man${page##*.}/${page##*/}"
 done
 "$BINARY" completions bash > "$scratch/bash"
 "$BINARY" completions zsh > "$scratch/zsh"
@@ -55,6 +55,8 @@ put contrib/50-ringhaul.json "$share/qemu/vhost-user/50-ringhaul.json"
 put contrib/50-ringhaul-scsi.json "$share/qemu/vhost-user/50-ringhaul-scsi.json"
 put contrib/systemd/ringhaul.service "$lib/systemd/system/ringhaul.service"
 put contrib/systemd/ringhaul@.service "$lib/systemd/system/ringhaul@.service"
+put contrib/packages/upgrade-services "$lib/ringhaul/upgrade-services"
+chmod 755 "$lib/ringhaul/upgrade-services"
 put contrib/systemd/sysusers.conf "$lib/sysusers.d/ringhaul.conf"
 put contrib/systemd/tmpfiles.conf "$lib/tmpfiles.d/ringhaul.conf"
 for file in block-devices network-disks watchdog; do
@@ -62,6 +64,9 @@ for file in block-devices network-disks watchdog; do
 done
 for file in alerts.yml dashboard.json; do
     put "contrib/monitoring/$file" "$share/doc/ringhaul/$file"
+done
+for file in contrib/bpftrace/*; do
+    install -D -m 755 "$file" "$share/ringhaul/${file##*/}"
 done
 configuration=$DESTDIR$SYSCONFDIR/ringhaul.toml
 [ -e "$configuration" ] || put contrib/systemd/ringhaul.toml "$configuration"

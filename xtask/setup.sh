@@ -3,6 +3,7 @@
 #
 #   xtask/setup.sh                     report and install missing parts
 #   xtask/setup.sh --packages          the packages only, without a check for Rust
+#   xtask/setup.sh --package           the tools of packages, from Debian and from crates.io
 #   xtask/setup.sh --rust              check the Rust toolchain and the linker only
 #   xtask/setup.sh --backports ETC_APT CODENAME
 #                                      print the sources file that would be written
@@ -28,8 +29,14 @@ PACKAGES="$PACKAGES binutils bpftrace"
 PACKAGES="$PACKAGES mmdebstrap systemd systemd-container"
 # Shells for the tests of completion, besides bash.
 PACKAGES="$PACKAGES fish zsh"
+# Packages and their checks, manual pages, containers.
+PACKAGE_TOOLS="dpkg-dev groff lintian mandoc podman rpm runc"
+PACKAGES="$PACKAGES $PACKAGE_TOOLS"
 # In Debian, not in Ubuntu.
 UML_PACKAGE="user-mode-linux"
+
+# Programs that make packages, and lists of their parts. Each takes minutes to build.
+CARGO_TOOLS="cargo-deb@3.8.0 cargo-generate-rpm@0.21.1 cargo-auditable@0.7.7 cargo-cyclonedx@0.5.9"
 
 # The guests' kernel, Debian's or Ubuntu's. The tests download it without installing it.
 KERNEL_PACKAGES="linux-image-cloud-amd64 linux-image-virtual"
@@ -170,6 +177,29 @@ check_linker() {
     command -v make >/dev/null || die "there is no make, which the heap (jemalloc) is built with"
 }
 
+# Installs the programs that make packages, unless these versions are there.
+install_package_tools() {
+    if command -v apt-get >/dev/null; then
+        # shellcheck disable=SC2086 # This is a list of words.
+        packages=$(missing_packages $PACKAGE_TOOLS)
+        if [ -n "$packages" ]; then
+            echo "setup: installing $packages"
+            update_lists
+            # shellcheck disable=SC2086
+            apt_install $packages
+        fi
+    else
+        echo "setup: not Debian or Ubuntu; install yourself: $PACKAGE_TOOLS"
+    fi
+    installed=$(cargo install --list)
+    for tool in $CARGO_TOOLS; do
+        case $installed in
+            *"${tool%@*} v${tool#*@}:"*) ;;
+            *) cargo install --locked "$tool" ;;
+        esac
+    done
+}
+
 # Adds rustfmt and clippy where a minimal toolchain lacks them.
 add_rust_components() {
     for component in rustfmt clippy; do
@@ -266,6 +296,10 @@ case ${1:-} in
         ;;
     --packages)
         install_packages
+        ;;
+    --package)
+        check_rust
+        install_package_tools
         ;;
     --rust)
         check_rust

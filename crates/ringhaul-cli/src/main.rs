@@ -3,6 +3,7 @@
 mod ctl;
 mod demo;
 mod disk_command;
+mod examples;
 #[cfg(feature = "jemalloc")]
 mod heap;
 mod manual;
@@ -34,12 +35,6 @@ const EXIT_USAGE: u8 = 2;
 /// Advice for a negative size.
 const SMALLER: &str = "to make a disk smaller, give its new size and --shrink";
 
-const SERVE_SUMMARY: &str = "\
-Examples:
-  ringhaul serve --socket-path /run/vm1.sock --blk-file vm1.img
-
-These are the common options; `ringhaul serve --help` has all.";
-
 /// The options that the summary has.
 const SERVE_COMMON: [&str; 15] = [
     "socket_path",
@@ -59,54 +54,10 @@ const SERVE_COMMON: [&str; 15] = [
     "help",
 ];
 
-const SERVE_EXAMPLES: &str = "\
-Examples:
-  ringhaul serve --socket-path /run/vm1.sock --blk-file vm1.img
-  ringhaul serve --control /run/ringhaul/control --iothreads 2 \\
-      --export name=vm1,socket-path=/run/vm1.sock,disk=qcow2:/srv/vm1.qcow2 \\
-      --export name=vm2,socket-path=/run/vm2.sock,blk-file=/dev/vg/vm2
-
-Status: 0, stopped by a signal, or the last front-end of --fd has left; 2, it could not start; 3, \
-a second signal ended it before all requests were answered; 4, an IoThread failed.";
-
-const CHECK_EXAMPLES: &str = "\
-Examples:
-  ringhaul check /etc/ringhaul.toml
-  ringhaul check vms.toml --iothreads 4
-
-Status: 0, it can be served as far as that shows without opening a disk; 2, it cannot.";
-
-const BENCH_EXAMPLES: &str = "\
-Examples:
-  ringhaul bench --socket-path /run/vm1.sock --rw randread --bs 4k --iodepth 32 --runtime 10
-  ringhaul bench --filename vm1.img --rw randrw --verify --size 1g --output-format json
-
-Status: 0, all requests succeeded and all data was right; 1, a request failed, data was wrong, or \
-the server left; 2, the options make no sense, or the server cannot be reached.";
-
-const DISK_INFO_EXAMPLES: &str = "\
-Examples:
-  ringhaul disk info vm1.img
-  ringhaul disk info qcow2:/srv/vm1.qcow2,backing=beside --json
-
-Status: 0, it is printed; 2, the disk cannot be opened.";
-
-const DISK_BENCH_EXAMPLES: &str = "\
-Examples:
-  ringhaul disk bench /dev/vg/vm1
-  ringhaul disk bench vm1.img --rw randwrite --destroy-contents
-
-Status: 0, all requests succeeded; 1, a request failed; 2, the disk cannot be opened.";
-
-const COMPLETIONS_EXAMPLES: &str = "\
-Examples:
-  source <(ringhaul completions bash)
-  ringhaul completions zsh > /usr/local/share/zsh/site-functions/_ringhaul
-  ringhaul completions fish > ~/.config/fish/completions/ringhaul.fish";
-
 /// Serves disks to virtual machines over vhost-user.
 #[derive(Debug, Parser)]
-#[command(name = "ringhaul", version, about, max_term_width = 100, propagate_version = true)]
+#[command(name = "ringhaul", version, about, max_term_width = 100, propagate_version = true,
+          after_help = examples::PROGRAM)]
 struct Cli {
     /// The command to run.
     #[command(subcommand)]
@@ -138,11 +89,11 @@ enum Command {
     /// Stops cleanly on SIGTERM and SIGINT, after answering the requests that it has taken. `serve`
     /// may be left out before its options: management programs start vhost-user back-ends without a
     /// command.
-    #[command(after_help = SERVE_SUMMARY, after_long_help = SERVE_EXAMPLES,
+    #[command(after_help = examples::SERVE_SUMMARY, after_long_help = examples::SERVE,
               mut_args(only_long_help_unless_common))]
     Serve(Box<ServeArgs>),
     /// Check a configuration file of `serve --config`, and list its exports.
-    #[command(after_help = CHECK_EXAMPLES)]
+    #[command(after_help = examples::CHECK)]
     Check {
         /// The file.
         file: PathBuf,
@@ -152,7 +103,7 @@ enum Command {
     },
     /// Drive a vhost-user-blk or vhost-user-scsi socket and report how fast it is. Options have
     /// fio's names.
-    #[command(after_help = BENCH_EXAMPLES)]
+    #[command(after_help = examples::BENCH)]
     Bench(Box<ringhaul_bench::BenchArgs>),
     /// Query or change a daemon that was started with `--control`.
     Ctl(CtlArgs),
@@ -160,9 +111,10 @@ enum Command {
     #[command(subcommand, after_long_help = disk_keys())]
     Disk(DiskCommand),
     /// Serve a sample disk, drive it for some seconds, and remove everything.
+    #[command(after_help = examples::DEMO)]
     Demo(DemoArgs),
     /// Print a shell script that completes commands, names of exports and keys of disks.
-    #[command(after_help = COMPLETIONS_EXAMPLES)]
+    #[command(after_help = examples::COMPLETIONS)]
     Completions {
         /// The shell.
         shell: Shell,
@@ -176,7 +128,9 @@ enum Command {
     /// Become a program that takes over from a daemon, in the place of that daemon.
     #[command(name = ctl::upgrade::successor::COMMAND, hide = true)]
     BecomeSuccessor,
-    /// Print the version, the commit, the features, and the engines of this machine.
+    /// Print the version, the commit, the features, and the engines of this machine; so does
+    /// --version.
+    #[command(after_help = examples::VERSION)]
     Version,
 }
 
@@ -184,10 +138,10 @@ enum Command {
 #[derive(Debug, Subcommand)]
 enum DiskCommand {
     /// Print the size, the layers and the capabilities of a disk. It may be in use.
-    #[command(after_help = DISK_INFO_EXAMPLES)]
+    #[command(after_help = examples::DISK_INFO)]
     Info(InfoArgs),
     /// Read a disk, or write to it, for some time, and report how fast it is.
-    #[command(after_help = DISK_BENCH_EXAMPLES)]
+    #[command(after_help = examples::DISK_BENCH)]
     Bench {
         /// The disk to drive.
         #[command(flatten)]
@@ -210,7 +164,7 @@ fn only_long_help_unless_common(option: Arg) -> Arg {
 
 /// The kinds of disks with their keys, for a help text.
 fn disk_keys() -> String {
-    let mut text = "Kinds of disks with their keys:\n".to_owned();
+    let mut text = format!("{}\n\nKinds of disks with their keys:\n", examples::DISK);
     for kind in disks::spec::completions("") {
         let keys = disks::spec::completions(&kind);
         let keys: Vec<&str> =
@@ -240,6 +194,9 @@ fn main() -> ExitCode {
                 return ExitCode::from(EXIT_USAGE);
             }
         },
+        Err(error) if is_long_version(&error, &line.arguments) => {
+            return print_version().unwrap_or(ExitCode::from(EXIT_USAGE));
+        }
         Err(error) if is_answer(&error) => error.exit(),
         Err(error) => {
             let advice = if is_negative(&error) { SMALLER } else { "see --help" };
@@ -307,7 +264,7 @@ fn bench_disk(disk: &DiskArgs, lock: bool, bench: &DiskBenchArgs) -> Result<Exit
 }
 
 fn print_version() -> Result<ExitCode> {
-    let text = ringhaul::process::describe_version(option_env!("RINGHAUL_COMMIT"));
+    let text = ringhaul::version::describe(option_env!("RINGHAUL_COMMIT"));
     std::io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")?;
     Ok(ExitCode::SUCCESS)
 }
@@ -375,6 +332,11 @@ fn is_answer(error: &clap::Error) -> bool {
     !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
 }
 
+/// Returns true for `--version`, whose answer depends on the machine. `-V` gives the number alone.
+fn is_long_version(error: &clap::Error, arguments: &[OsString]) -> bool {
+    error.kind() == ErrorKind::DisplayVersion && arguments.iter().any(|word| word == "--version")
+}
+
 /// Returns true if a negative number was taken for an option.
 fn is_negative(error: &clap::Error) -> bool {
     let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
@@ -431,4 +393,68 @@ fn device_kind(arguments: &[OsString]) -> DeviceKind {
     let is_scsi = arguments.iter().any(|argument| argument == "--device=scsi")
         || arguments.windows(2).any(|pair| pair[0] == "--device" && pair[1] == "scsi");
     if is_scsi { DeviceKind::Scsi } else { DeviceKind::Blk }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The command and all commands below it, with the words that lead there.
+    fn commands(command: &clap::Command, words: &str) -> Vec<(String, clap::Command)> {
+        let mut found = vec![(words.to_owned(), command.clone())];
+        let below = command.get_subcommands();
+        for below in below.filter(|below| !below.is_hide_set() && below.get_name() != "help") {
+            found.extend(commands(below, &format!("{words} {}", below.get_name())));
+        }
+        found
+    }
+
+    /// The words of an example without the parts for a shell.
+    fn words(example: &str) -> Vec<String> {
+        let command = example.trim_start_matches("source <(").trim_end_matches(')');
+        let command = command.split(" > ").next().unwrap_or_default();
+        let command = command.split(" | ").next().unwrap_or_default();
+        let quoted = command.split('\'').enumerate();
+        let words = quoted.flat_map(|(index, part)| match index % 2 {
+            0 => part.split_whitespace().map(str::to_owned).collect(),
+            _ => vec![part.to_owned()],
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn each_command_has_two_examples_that_it_understands() {
+        let mut program = Cli::command();
+        program.build();
+        let commands = commands(&program, "ringhaul");
+        assert!(commands.len() > 30, "{}", commands.len());
+        for (name, mut command) in commands {
+            let help = command.render_long_help().to_string();
+            let (_, after) = help.split_once("\nExamples:\n").unwrap_or_else(|| panic!("{name}"));
+            let examples = after.split("\n\n").next().unwrap().replace("\\\n", "");
+            let examples: Vec<&str> = examples.lines().map(str::trim).collect();
+            assert!(examples.len() >= 2, "{name}: {examples:?}");
+            for example in examples {
+                let words = words(example);
+                let parsed = Cli::try_parse_from(&words);
+                assert!(parsed.is_ok(), "{example}: {}", parsed.unwrap_err());
+                assert!(words.join(" ").contains("ringhaul"), "{example}");
+            }
+        }
+    }
+
+    #[test]
+    fn options_of_the_log_come_last() {
+        let mut program = Cli::command();
+        program.build();
+        for (name, mut command) in commands(&program, "ringhaul") {
+            let help = command.render_long_help().to_string();
+            let is_heading = |line: &&str| line.ends_with(':') && !line.starts_with(' ');
+            // Measurements need the options behind those of the log, and nothing else does.
+            let others = ["Options for measurement:", "Examples:"];
+            let ends = |line: &&str| !others.contains(line) && !line.starts_with("Kinds of disks");
+            let mut headings = help.lines().filter(is_heading).filter(ends);
+            assert_eq!(headings.next_back(), Some("Log:"), "{name}: {help}");
+        }
+    }
 }

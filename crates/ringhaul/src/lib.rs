@@ -19,5 +19,6 @@ pub mod takeover;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod threads;
+pub mod version;
 
 pub use control::export_log::ExportLog;

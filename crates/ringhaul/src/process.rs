@@ -1,12 +1,7 @@
-//! The process: its version, limits, descriptors, and the service manager.
+//! The process: its features, limits, descriptors, and the service manager.
 
 pub mod limits;
 pub(crate) mod service_manager;
-
-use std::fmt::Write as _;
-
-use blockio::config::EngineOptions;
-use blockio::{EngineKind, IoThread, IoThreadConfig};
 
 /// The features of this build.
 pub const FEATURES: &[&str] = &[
@@ -19,35 +14,3 @@ pub const FEATURES: &[&str] = &[
     #[cfg(feature = "qcow2")]
     "qcow2",
 ];
-
-/// The version, the commit if the build has recorded it, the features, and facts about this
-/// machine: engines, the library of Ceph, the kernel.
-#[must_use]
-pub fn describe_version(commit: Option<&str>) -> String {
-    let mut engines: Vec<String> = Vec::new();
-    for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
-        let state = match IoThread::new(&IoThreadConfig {
-            engine: EngineOptions::default().engine(engine),
-            ..IoThreadConfig::default()
-        }) {
-            Ok(_) => engine.to_string(),
-            Err(error) => format!("no {engine} ({error})"),
-        };
-        engines.push(state);
-    }
-    let librbd = disks::rbd::library().map_or_else(|why| why, |()| "found".into());
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let rows = [
-        ("commit", commit.unwrap_or("not recorded; `make build` records it").to_owned()),
-        ("features", FEATURES.join(", ")),
-        ("engines", engines.join(", ")),
-        ("librbd", librbd),
-        ("kernel", kernel.trim().to_owned()),
-    ];
-    let mut text = format!("ringhaul {}\n", env!("CARGO_PKG_VERSION"));
-    for (name, what) in rows {
-        // Writing to a string does not fail.
-        let _ = writeln!(text, "{name:<9} {what}");
-    }
-    text
-}

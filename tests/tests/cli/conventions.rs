@@ -13,14 +13,18 @@ fn a_version_has_the_details_of_a_bug_report() -> Result<()> {
     let version = concat!("ringhaul ", env!("CARGO_PKG_VERSION"));
     let text = run(ringhaul()?.arg("version"))?.expect_code(0)?.stdout;
     ensure!(text.starts_with(version), "{text}");
-    for row in ["\ncommit ", "\nfeatures ", "\nengines ", "\nlibrbd ", "\nkernel "] {
+    for row in
+        ["\ncommit ", "\ntakeover  formats ", "\nfeatures ", "\nengines ", "\nlibrbd ", "\nkernel "]
+    {
         ensure!(text.contains(row), "no {row:?}:\n{text}");
     }
     ensure!(text.contains("threads") && text.contains("qcow2"), "{text}");
     for words in [&["--version"][..], &["serve", "--version"], &["ctl", "--version"]] {
         let text = run(ringhaul()?.args(words))?.expect_code(0)?.stdout;
-        ensure!(text.contains(env!("CARGO_PKG_VERSION")), "{words:?}: {text}");
+        ensure!(text.starts_with(version) && text.contains("\nengines "), "{words:?}: {text}");
     }
+    let short = run(ringhaul()?.arg("-V"))?.expect_code(0)?.stdout;
+    ensure!(short.trim_end() == version, "{short}");
     Ok(())
 }
 

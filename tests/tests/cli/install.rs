@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{ringhaul, run};
 use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::system::is_installed;
 
 fn install(destination: &Path, prefix: &str, binary: &Path) -> Result<Command> {
     let mut command = Command::new("make");
@@ -75,7 +76,7 @@ fn the_manual_has_a_page_for_each_command() -> Result<()> {
     let folder = tempfile::tempdir()?;
     run(&mut install(folder.path(), "/usr", &ringhaul_binary()?)?)?.expect_code(0)?;
     let manual = folder.path().join("usr/share/man/man1");
-    let mut expected = BTreeSet::from(["ringhaul.1".to_owned()]);
+    let mut expected = BTreeSet::from(["ringhaul.1".to_owned(), "ringhaul-scsi.1".to_owned()]);
     for words in [&[][..], &["ctl"], &["disk"]] {
         let help = run(ringhaul()?.args(words).arg("--help"))?.expect_code(0)?.stdout;
         let (_, list) = help.split_once("\nCommands:\n").context("a help without commands")?;
@@ -93,6 +94,71 @@ fn the_manual_has_a_page_for_each_command() -> Result<()> {
     ensure!(pages == expected, "{expected:?} are expected, and {pages:?} are there");
     let serve = fs::read_to_string(manual.join("ringhaul-serve.1"))?;
     ensure!(serve.starts_with(".") && serve.contains("\\-\\-socket\\-path"), "{serve}");
+    Ok(())
+}
+
+#[test]
+fn pages_of_the_manual_from_documents_are_complete() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    run(&mut install(folder.path(), "/usr", &ringhaul_binary()?)?)?.expect_code(0)?;
+    let manual = folder.path().join("usr/share/man");
+    let (disks, control, configuration) =
+        ("man7/ringhaul-disks.7", "man7/ringhaul-control.7", "man5/ringhaul.toml.5");
+    for (page, words) in [
+        (disks, &["ENCRYPTED DISKS", "    raw,offset=1M,over=file,path=/srv/disk.img"][..]),
+        // The first columns of tables are entries, and links to other pages name them.
+        (disks, &["\n       rbd    what it is: a Ceph image\n", "(ringhaul.toml(5))"]),
+        (control, &["\n       1. No front-end can connect any more.", "\nEVENTS\n"]),
+        (configuration, &["\nRELOAD\n", "\n           iothreads = 2\n", "ringhaul-disks(7)"]),
+    ] {
+        if !is_installed("mandoc") {
+            break;
+        }
+        let mut render = Command::new("mandoc");
+        render.args(["-Tutf8", "-Owidth=500"]).arg(manual.join(page));
+        // Letters are struck twice for bold and over a line for italics.
+        let text = run(&mut render)?.expect_code(0)?.stdout;
+        let struck = text.split('\u{8}').rev().map(|part| part.to_owned());
+        let text = struck.reduce(|after, mut before| {
+            before.pop();
+            before + &after
+        });
+        let text = text.unwrap_or_default();
+        for word in words {
+            ensure!(text.contains(word), "{page} has no {word:?}:\n{text}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn formatters_understand_all_pages_of_the_manual() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    run(&mut install(folder.path(), "/usr", &ringhaul_binary()?)?)?.expect_code(0)?;
+    let manual = folder.path().join("usr/share/man");
+    for (section, least) in [("man1", 30), ("man5", 1), ("man7", 2)] {
+        let pages = files_of(&manual.join(section))?;
+        ensure!(pages.len() >= least, "{pages:?}");
+        for page in pages {
+            let page = format!("{section}/{page}");
+            for (program, options) in [
+                ("mandoc", &["-Tlint", "-Werror"][..]),
+                ("groff", &["-Kutf8", "-man", "-Tutf8", "-ww", "-z"]),
+            ] {
+                if !is_installed(program) {
+                    continue;
+                }
+                let mut format = Command::new(program);
+                format.args(options).arg(&page).current_dir(&manual);
+                let formatted = run(&mut format)?.expect_code(0)?;
+                let messages = formatted.stdout + &formatted.stderr;
+                // A long word without a place to break it.
+                let lines = messages.lines().filter(|line| !line.contains("cannot adjust line"));
+                let lines: Vec<&str> = lines.collect();
+                ensure!(lines.is_empty(), "{program} {page}: {lines:?}");
+            }
+        }
+    }
     Ok(())
 }
 

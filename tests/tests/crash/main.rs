@@ -7,6 +7,7 @@
 mod added_exports;
 mod driver;
 mod images;
+mod package;
 mod systemd;
 mod takeovers;
 mod unit;

@@ -196,6 +196,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "threads",
             "daemon",
             "takeover",
+            "version",
             "monitoring",
             "control_socket",
             "serve",
@@ -203,7 +204,7 @@ pub(super) const FLOORS: &[Floors] = &[
     },
     Floors {
         folder: "crates/ringhaul-cli/src",
-        floors: &["heap", "demo", "disk_command", "manual", "ctl"],
+        floors: &["heap", "examples", "demo", "disk_command", "manual", "ctl"],
     },
 ];
 

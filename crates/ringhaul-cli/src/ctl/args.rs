@@ -9,18 +9,7 @@ use ringhaul::options::ExportArgs;
 use super::completion::export_names;
 use super::doctor::DoctorArgs;
 use super::top::TopArgs;
-
-/// Examples and exit statuses.
-const STATUS: &str = concat!(
-    "Examples:\n  ringhaul ctl --control /run/ringhaul/control list\n",
-    "  ringhaul ctl add --name vm3 --socket-path /run/vm3.sock --blk-file vm3.img\n",
-    "  ringhaul ctl set-disk vm3 iops-total=500\n\n",
-    "Status: 0, it is done; 1, the daemon has refused, or has tried and failed, or `doctor` has ",
-    "found a fault; 2, the command ",
-    "makes no sense, or the daemon cannot be reached; 3, a removal was not finished by its ",
-    "deadline, and goes on; 4, an upgrade was refused and may succeed in a moment; 5, an upgrade ",
-    "was refused for good.",
-);
+use crate::examples;
 
 /// The events that a daemon reports.
 const EVENTS: [&str; 8] =
@@ -28,7 +17,7 @@ const EVENTS: [&str; 8] =
 
 /// Options of `ringhaul ctl`.
 #[derive(Debug, Clone, Args)]
-#[command(after_help = STATUS)]
+#[command(after_help = examples::CTL)]
 pub(crate) struct CtlArgs {
     /// The control socket of the daemon: the value of its own option --control. Default: the
     /// environment variable RINGHAUL_CONTROL, or else the only one of /run/ringhaul/control and
@@ -48,10 +37,13 @@ pub(crate) struct CtlArgs {
 #[derive(Debug, Clone, Subcommand)]
 pub(crate) enum CtlCommand {
     /// Check that the daemon is there.
+    #[command(after_help = examples::CTL_PING)]
     Ping,
     /// List the exports.
+    #[command(after_help = examples::CTL_LIST)]
     List,
     /// Describe an export: its front-end, queues, memory, disks and engines.
+    #[command(after_help = examples::CTL_SHOW)]
     Show {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -59,8 +51,10 @@ pub(crate) enum CtlCommand {
     },
     /// Export a disk, or several, with the options of `serve`. Relative paths begin in the
     /// working directory of this command, not of the daemon.
+    #[command(after_help = examples::CTL_ADD)]
     Add(Box<ExportArgs>),
     /// End an export, and wait until its requests are finished.
+    #[command(after_help = examples::CTL_REMOVE)]
     Remove {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -73,6 +67,7 @@ pub(crate) enum CtlCommand {
         deadline: Option<u64>,
     },
     /// Add a logical unit to a virtio-scsi device.
+    #[command(after_help = examples::CTL_ADD_LUN)]
     AddLun {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -82,6 +77,7 @@ pub(crate) enum CtlCommand {
         unit: String,
     },
     /// Remove a logical unit.
+    #[command(after_help = examples::CTL_REMOVE_LUN)]
     RemoveLun {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -91,6 +87,7 @@ pub(crate) enum CtlCommand {
         unit: String,
     },
     /// Change the size of a disk, or adopt the present size of its file or device.
+    #[command(after_help = examples::CTL_RESIZE)]
     Resize {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -106,6 +103,7 @@ pub(crate) enum CtlCommand {
     /// Change or list the limits of a disk and the handling of requests that it fails:
     /// iops-total=500, bps-write=10M, group=NAME, rerror=retry, werror=hold and so on, as in the
     /// options --limits, --rerror and --werror of `serve`. 0 is no limit.
+    #[command(after_help = examples::CTL_SET_DISK)]
     SetDisk {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -115,6 +113,7 @@ pub(crate) enum CtlCommand {
         words: Vec<String>,
     },
     /// Retry at once the requests that wait because a disk has failed them.
+    #[command(after_help = examples::CTL_RESUME)]
     Resume {
         /// The name of the export, or the path of its socket.
         #[arg(add = ArgValueCandidates::new(export_names))]
@@ -124,20 +123,26 @@ pub(crate) enum CtlCommand {
         unit: Option<String>,
     },
     /// Change settings, or list them: log=FILTER, poll-max-us=US, poll-budget=PERCENT.
+    #[command(after_help = examples::CTL_SET)]
     Set {
         /// The changes.
         #[arg(value_name = "KEY=VALUE")]
         changes: Vec<String>,
     },
     /// Print what exports have served and IoThreads have done.
+    #[command(after_help = examples::CTL_STATS)]
     Stats,
     /// Show rates and latencies of all exports, again and again.
+    #[command(after_help = examples::CTL_TOP)]
     Top(TopArgs),
     /// Look for faults and for causes of slow requests, and print each with its remedy.
+    #[command(after_help = examples::CTL_DOCTOR)]
     Doctor(DoctorArgs),
     /// Print the metrics of all exports in the text format of Prometheus.
+    #[command(after_help = examples::CTL_METRICS)]
     Metrics,
     /// Print events as they happen, until the daemon ends.
+    #[command(after_help = examples::CTL_EVENTS)]
     Events {
         /// Print only these events: added, removed, attached, gone, error, resized, lun-added,
         /// lun-removed.
@@ -145,6 +150,7 @@ pub(crate) enum CtlCommand {
         kinds: Vec<String>,
     },
     /// Let another program take over from the daemon, which ends. Its guests continue.
+    #[command(after_help = examples::CTL_UPGRADE)]
     Upgrade {
         /// The program: a `ringhaul` of any version that understands this one.
         #[arg(required_unless_present = "option", conflicts_with = "option")]
@@ -159,14 +165,17 @@ pub(crate) enum CtlCommand {
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
     /// No daemon is needed.
+    #[command(after_help = examples::CTL_SCHEMA)]
     Schema,
     /// End the daemon, as SIGTERM does.
+    #[command(after_help = examples::CTL_SHUTDOWN)]
     Shutdown {
         /// Wait until its process has ended.
         #[arg(long)]
         wait: bool,
     },
     /// Call a method with parameters, a JSON object.
+    #[command(after_help = examples::CTL_CALL)]
     Call {
         /// The name of the method.
         method: String,

@@ -1,0 +1,336 @@
+//! The packages of `make package`: the one of Debian in a system of its own, the one of RPM, and an
+//! image in a container.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Finished, bench, run};
+use ringhaul_kit::container::Container;
+use ringhaul_kit::daemon::LIMIT;
+use ringhaul_kit::server::ringhaul_binary;
+use ringhaul_kit::system::{can_change_system, is_installed, print_skipped};
+use ringhaul_tools::process::{output, retry, wait_child};
+use ringhaul_tools::workspace;
+use tempfile::TempDir;
+
+use crate::driver::{BLOCK_BYTES, Driver, FEW_BLOCKS, check_file};
+
+/// The time for one run of the script on a busy machine.
+const BUILD_MAX: Duration = Duration::from_secs(900);
+
+/// The services of the test, and a folder of each one's state.
+const SERVICES: [(&str, &str); 2] =
+    [("ringhaul@vm1", "/var/lib/ringhaul-vm1"), ("ringhaul", "/var/lib/ringhaul")];
+
+/// Returns true if all programs are here. Otherwise prints a message.
+fn has_tools(tools: &[&str]) -> bool {
+    let missing: Vec<&str> = tools.iter().copied().filter(|tool| !is_installed(tool)).collect();
+    if !missing.is_empty() {
+        print_skipped(&format!("{} missing: sh xtask/setup.sh --package", missing.join(", ")));
+    }
+    missing.is_empty()
+}
+
+/// Makes a package of the tested program in `folder`.
+fn make(kind: &str, folder: &Path, variables: &[(&str, &str)]) -> Result<()> {
+    let mut command = Command::new("sh");
+    command.arg("contrib/package.sh").arg(kind).current_dir(workspace::root());
+    command.env("FAST", "yes").env("OUT", folder).env("BINARY", ringhaul_binary()?.canonicalize()?);
+    command.envs(variables.iter().copied());
+    let messages = tempfile::NamedTempFile::new()?;
+    command.stdout(messages.reopen()?).stderr(messages.reopen()?);
+    let mut child = command.spawn().context("starting contrib/package.sh")?;
+    let status = wait_child(&mut child, Instant::now() + BUILD_MAX)?;
+    ensure!(status.success(), "{status}: {}", fs::read_to_string(messages.path())?);
+    Ok(())
+}
+
+/// The only file in a folder whose name has this end.
+fn file_of(folder: &Path, end: &str) -> Result<PathBuf> {
+    let paths = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let paths: Vec<PathBuf> = paths.collect::<Result<_>>()?;
+    let mut found = paths.iter().filter(|path| path.to_string_lossy().ends_with(end));
+    let file = found.next().with_context(|| format!("no *{end} among {paths:?}"))?;
+    ensure!(found.next().is_none(), "several *{end} among {paths:?}");
+    Ok(file.clone())
+}
+
+/// A container with two packages of Debian at `/mnt/packages`, of which the second one is newer.
+struct Host {
+    container: Container,
+    disks: TempDir,
+    _packages: [TempDir; 2],
+}
+
+impl Host {
+    fn boot() -> Result<Option<Self>> {
+        if !can_change_system("packages of a container")
+            || !has_tools(&["cargo-cyclonedx", "cargo-deb", "dpkg-shlibdeps", "lintian"])
+        {
+            return Ok(None);
+        }
+        let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let [disks, old, new] = [(); 3].map(|()| tempfile::tempdir_in(cache));
+        let (disks, packages) = (disks?, [old?, new?]);
+        for (folder, revision) in packages.iter().zip(["1", "2"]) {
+            make("deb", folder.path(), &[("REVISION", revision)])?;
+        }
+        let checked = file_of(packages[1].path(), ".deb")?;
+        output(Command::new("lintian").args(["--allow-root", "--fail-on", "error"]).arg(checked))?;
+        let binds = [
+            (disks.path(), "/srv/disks"),
+            (packages[0].path(), "/mnt/old"),
+            (packages[1].path(), "/mnt/new"),
+        ];
+        let container = Container::boot(cache, &binds)?;
+        Ok(container.map(|container| Self { container, disks, _packages: packages }))
+    }
+
+    fn run(&self, script: &str) -> Result<String> {
+        self.container.output(&format!("set -e; {script}"))
+    }
+
+    fn property(&self, unit: &str, property: &str) -> Result<String> {
+        self.run(&format!("systemctl show --value --property={property} {unit}"))
+    }
+}
+
+#[test]
+fn a_package_of_debian_is_installed_upgraded_and_purged_under_load() -> Result<()> {
+    let Some(host) = Host::boot()? else { return Ok(()) };
+    // Half-configured packages fail, and so do scripts that read a terminal.
+    host.run("dpkg --install /mnt/old/*.deb < /dev/null")?;
+    ensure!(host.run("stat -c %U:%G:%a /etc/ringhaul")? == "root:ringhaul:750");
+    let states =
+        host.container.run("systemctl is-active ringhaul; systemctl is-enabled ringhaul")?;
+    ensure!(states.stdout == "inactive\ndisabled\n", "it runs unasked: {}", states.stdout);
+    host.run(
+        "truncate -s 512K /srv/disks/vm1.img; chown ringhaul:ringhaul /srv/disks/vm1.img
+        echo '# a line of the administrator' >> /etc/ringhaul.toml
+        systemctl enable --now ringhaul@vm1 ringhaul
+        ringhaul ctl --control /run/ringhaul/control add --name vm2 --disk null:1M \\
+            --socket-path /run/ringhaul/vm2.sock",
+    )?;
+    let socket = host.container.path("/run/ringhaul-vm1/disk.sock");
+    let mut driver = Driver::new(&socket, FEW_BLOCKS, true)?;
+    driver.attach()?;
+    upgrade(&host, &mut driver)?;
+    driver.run(0, true)?;
+    let Driver { frontend, versions, .. } = driver;
+    drop(frontend);
+    leave(&host)?;
+    check_file(&host.disks.path().join("vm1.img"), &versions)
+}
+
+/// Installs the new package while the driver works.
+fn upgrade(host: &Host, driver: &mut Driver) -> Result<()> {
+    let processes = SERVICES.map(|(unit, _)| host.property(unit, "MainPID"));
+    let mut requests = 0;
+    let upgraded = std::thread::scope(|scope| -> Result<Finished> {
+        let install =
+            scope.spawn(|| host.container.run("dpkg --install /mnt/new/*.deb < /dev/null"));
+        while !install.is_finished() {
+            driver.run(50, false)?;
+            requests += 50;
+        }
+        install.join().ok().context("the installation panicked")?
+    })?;
+    let upgraded = upgraded.expect_code(0)?;
+    driver.run(200, false)?;
+    eprintln!("{requests} requests during the upgrade");
+    for ((unit, _), before) in SERVICES.into_iter().zip(processes) {
+        let said = format!("ringhaul: {unit}.service runs the new program");
+        ensure!(upgraded.stdout.contains(&said), "{}{}", upgraded.stdout, upgraded.stderr);
+        let process = host.property(unit, "MainPID")?;
+        ensure!(process != "0" && process != before?, "{unit} has the process {process}");
+        let program = host.run(&format!("readlink /proc/{process}/exe"))?;
+        ensure!(program == "/usr/bin/ringhaul", "{unit} runs {program}");
+        ensure!(host.property(unit, "NRestarts")? == "0", "{unit} was restarted");
+    }
+    ensure!(host.property("ringhaul@vm1", "StatusText")? == "1 export served, 1 with a front-end");
+    ensure!(host.run("dpkg-query -W -f '${Version}' ringhaul")?.ends_with("-2"));
+    host.run("grep -q 'a line of the administrator' /etc/ringhaul.toml").map(drop)
+}
+
+/// Removes and purges the package.
+fn leave(host: &Host) -> Result<()> {
+    // With cgroups of version 1 in a container, systemd kills a main process that it has not
+    // started itself, such as one after an upgrade, without the time to end.
+    host.run("systemctl restart ringhaul ringhaul@vm1; dpkg --remove ringhaul")?;
+    for (unit, state) in SERVICES {
+        let (state_now, result) =
+            (host.property(unit, "ActiveState")?, host.property(unit, "Result")?);
+        ensure!(
+            state_now == "inactive" && result == "success",
+            "{unit} is {state_now} with {result}: {}",
+            host.run("journalctl --no-pager --lines=20")?
+        );
+        host.run(&format!("test -d {state}; test ! -e /usr/bin/ringhaul"))?;
+    }
+    host.run("test -e /etc/ringhaul.toml")?;
+    host.run("dpkg --purge ringhaul")?;
+    let left = "find / -xdev -path /proc -prune -o -path /mnt -prune -o -iname '*ringhaul*' -print";
+    let left =
+        host.run(&format!("{left} | grep -v -e ^/var/log -e ^/tmp -e ^/run/user || true"))?;
+    ensure!(left.is_empty(), "the purge leaves:\n{left}");
+    host.run("test -e /srv/disks/vm1.img; id ringhaul").map(drop)
+}
+
+#[test]
+fn a_package_of_rpm_has_files_scripts_and_requirements() -> Result<()> {
+    if !has_tools(&["cargo-cyclonedx", "cargo-generate-rpm", "rpm"]) {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+    make("rpm", folder.path(), &[])?;
+    let package = file_of(folder.path(), ".rpm")?;
+    let query = |words: &[&str]| output(Command::new("rpm").arg("-qp").args(words).arg(&package));
+    let files = query(&["--list"])?;
+    let files: BTreeSet<&str> = files.lines().collect();
+    for file in [
+        "/usr/bin/ringhaul",
+        "/usr/lib/ringhaul/upgrade-services",
+        "/usr/lib/systemd/system/ringhaul.service",
+        "/usr/lib/systemd/system/ringhaul@.service",
+        "/usr/lib/sysusers.d/ringhaul.conf",
+        "/usr/lib/tmpfiles.d/ringhaul.conf",
+        "/usr/share/man/man1/ringhaul-serve.1.gz",
+        "/usr/share/man/man5/ringhaul.toml.5.gz",
+        "/usr/share/man/man7/ringhaul-disks.7.gz",
+        "/usr/share/zsh/site-functions/_ringhaul",
+    ] {
+        ensure!(files.contains(file), "{file} is not among {files:?}");
+    }
+    ensure!(query(&["--configfiles"])?.trim() == "/etc/ringhaul.toml", "settings are replaced");
+    let needs = query(&["--requires"])?;
+    for need in ["systemd", "/bin/sh", "libc.so.6"] {
+        ensure!(needs.lines().any(|line| line.starts_with(need)), "no {need} in {needs}");
+    }
+    let scripts = query(&["--scripts"])?;
+    for words in ["postinstall", "upgrade-services", "preuninstall", "systemctl stop", "sysusers"] {
+        ensure!(scripts.contains(words), "no {words} in {scripts}");
+    }
+    // Its scripts would change the machine, and its requirements belong to another distribution.
+    let root = folder.path().join("root");
+    fs::create_dir(&root)?;
+    let mut install = Command::new("rpm");
+    install.args(["--install", "--test", "--nodeps", "--root"]).arg(&root).arg(&package);
+    output(&mut install).map(drop)
+}
+
+/// An image for containers, in a storage of its own, which is removed at the end.
+struct Image {
+    folder: TempDir,
+    name: String,
+}
+
+impl Image {
+    /// Makes the image on a base with the C library alone.
+    fn make() -> Result<Self> {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+        let at = |name: &str| folder.path().join(name);
+        let storage = format!(
+            "[storage]\ndriver = \"vfs\"\ngraphroot = {:?}\nrunroot = {:?}\n",
+            at("graph"),
+            at("run")
+        );
+        fs::write(at("storage.conf"), storage)?;
+        for file in needed_files()? {
+            let copy = at("base").join(file.trim_start_matches('/'));
+            fs::create_dir_all(copy.parent().context("a library has a folder")?)?;
+            fs::copy(&file, copy).with_context(|| format!("copying {file}"))?;
+        }
+        let name = format!("localhost/ringhaul:{}", env!("CARGO_PKG_VERSION"));
+        let image = Self { folder, name };
+        let archive = image.folder.path().join("base.tar");
+        output(
+            Command::new("tar").arg("-C").arg(image.at("base")).arg("-cf").arg(&archive).arg("."),
+        )?;
+        let base = "localhost/base:1";
+        output(image.podman().arg("import").arg(&archive).arg(base))?;
+        let storage = image.at("storage.conf").display().to_string();
+        make("oci", &image.at("out"), &[("BASE", base), ("CONTAINERS_STORAGE_CONF", &storage)])?;
+        Ok(image)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn podman(&self) -> Command {
+        let mut command = Command::new("podman");
+        command.env("CONTAINERS_STORAGE_CONF", self.at("storage.conf"));
+        command.args(["--runtime", "runc"]);
+        command
+    }
+
+    /// Starts a container with a disk and the folder of its socket.
+    fn start(&self) -> Result<()> {
+        for (folder, file) in [("sockets", None), ("disks", Some("vm1.img"))] {
+            fs::create_dir(self.at(folder))?;
+            if let Some(file) = file {
+                File::create(self.at(folder).join(file))?.set_len(64 << 20)?;
+            }
+        }
+        output(
+            Command::new("chown")
+                .args(["-R", "107:107"])
+                .args(["sockets", "disks"].map(|folder| self.at(folder))),
+        )?;
+        let mut start = self.podman();
+        start.args(["run", "--detach", "--name", "vm1", "--network", "none"]);
+        // The defaults of podman are above the limits of some machines.
+        start.args(["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"]);
+        start.arg(format!("--volume={}:/run/ringhaul", self.at("sockets").display()));
+        start.arg(format!("--volume={}:/srv/disks", self.at("disks").display()));
+        start.arg(&self.name).args([
+            "serve",
+            "--control",
+            "/run/ringhaul/control",
+            "--name",
+            "vm1",
+        ]);
+        start.args(["--socket-path", "/run/ringhaul/vm1.sock", "--blk-file", "/srv/disks/vm1.img"]);
+        output(&mut start).map(drop)
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        let _ = self.podman().args(["rm", "--force", "--all"]).output();
+        let _ = self.podman().args(["rmi", "--force", "--all"]).output();
+    }
+}
+
+/// The libraries that the tested program is linked with, and their loader.
+fn needed_files() -> Result<Vec<String>> {
+    let listed = output(Command::new("ldd").arg(ringhaul_binary()?))?;
+    let words = listed.split_whitespace().filter(|word| word.starts_with('/'));
+    Ok(words.map(str::to_owned).collect())
+}
+
+#[test]
+fn an_image_serves_a_disk_from_a_container() -> Result<()> {
+    if !can_change_system("containers")
+        || !has_tools(&["cargo-cyclonedx", "podman", "runc", "conmon"])
+    {
+        return Ok(());
+    }
+    let image = Image::make()?;
+    image.start()?;
+    let health = || run(image.podman().args(["healthcheck", "run", "vm1"]))?.expect_code(0);
+    retry(LIMIT, || health().map(drop))?;
+    let socket = image.at("sockets").join("vm1.sock");
+    let load = "--rw randrw --verify --size 4m --number_ios 2000 --output-format json";
+    run(&mut bench(&socket, load)?)?.expect_code(0)?;
+    output(image.podman().args(["stop", "vm1"]))?;
+    let state = "{{.State.ExitCode}} {{.State.Health.Status}}";
+    let state = output(image.podman().args(["inspect", "--format", state, "vm1"]))?;
+    ensure!(state.trim() == "0 healthy", "{state}");
+    ensure!(file_of(&image.at("out"), ".tar")?.metadata()?.len() > BLOCK_BYTES as u64);
+    Ok(())
+}
