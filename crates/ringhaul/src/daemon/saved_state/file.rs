@@ -67,13 +67,12 @@ impl StateFile {
             let Some(file) = open(path)? else {
                 return Ok((Self { path: path.to_owned() }, Changes::default(), None));
             };
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                // The file may have been replaced before it was locked.
-                Ok(()) if is_at(&file, path) => {
+            match try_lock(&file, path) {
+                Ok(true) => {
                     let changes = read(&file, path)?;
                     return Ok((Self { path: path.to_owned() }, changes, Some(Locked(file))));
                 }
-                Ok(()) => {}
+                Ok(false) => {}
                 Err(Errno::WOULDBLOCK) if Instant::now() >= end => {
                     bail!("another daemon uses the state file {}; {advice}", path.display());
                 }
@@ -188,6 +187,12 @@ fn open(path: &Path) -> Result<Option<File>> {
     Ok(Some(file))
 }
 
+/// Locks a file that was opened at `path`. Returns false if another has replaced it before.
+fn try_lock(file: &File, path: &Path) -> Result<bool, Errno> {
+    flock(file, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(is_at(file, path))
+}
+
 fn read(file: &File, path: &Path) -> Result<Changes> {
     let wrong = || {
         format!(
@@ -216,4 +221,42 @@ fn is_at(file: &File, path: &Path) -> bool {
     let place = std::fs::symlink_metadata(path);
     let identity = |metadata: &std::fs::Metadata| (metadata.dev(), metadata.ino());
     matches!((file.metadata(), place), (Ok(file), Ok(there)) if identity(&file) == identity(&there))
+}
+
+#[cfg(test)]
+mod tests {
+    use ringhaul_kit::file_trace::trace_writes;
+
+    use super::*;
+
+    /// Two daemons would have the state otherwise: the lock of a replaced file keeps out no other.
+    #[test]
+    fn the_lock_of_a_replaced_file_is_no_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state");
+        let state = StateFile { path: path.clone() };
+        drop(state.write(&Changes::default()).unwrap());
+        let earlier = open(&path).unwrap().unwrap();
+        assert_eq!(try_lock(&earlier, &path), Ok(true));
+        let _locked = state.write(&Changes::default()).unwrap();
+        assert_eq!(try_lock(&earlier, &path), Ok(false));
+        let now = open(&path).unwrap().unwrap();
+        assert_eq!(try_lock(&now, &path), Err(Errno::WOULDBLOCK));
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(try_lock(&earlier, &path), Ok(false));
+    }
+
+    /// A loss of power leaves the old file or the new one.
+    #[test]
+    fn a_file_is_stable_before_it_has_its_name_and_the_name_before_the_answer() {
+        let name = "daemon::saved_state::file::tests::\
+                    a_file_is_stable_before_it_has_its_name_and_the_name_before_the_answer";
+        let traced = trace_writes(name, |folder| {
+            let state = StateFile { path: folder.join("state") };
+            drop(state.write(&Changes::default()).unwrap());
+        });
+        let Some(calls) = traced.unwrap() else { return };
+        let expected = ["open state.new", "sync state.new", "rename state.new", "open .", "sync ."];
+        assert_eq!(calls, expected);
+    }
 }

@@ -276,6 +276,51 @@ fn an_export_that_was_changed_and_then_removed_stays_removed() {
     assert_eq!((&merged.exports[..], merged.log_lines), (&base[..], vec![]));
 }
 
+/// The name of an export is its socket unless it has another one.
+#[test]
+fn an_export_is_kept_without_a_name_that_repeats_its_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let none = settings(None, 0, 1);
+    let path = |number: u8| folder.path().join(number.to_string());
+    let spec =
+        |name: Option<&str>| ExportSpec { name: name.map(str::to_owned), ..blk("a", json!({})) };
+    let names = [(None, None), (Some("/run/a"), None), (Some("b"), Some("b"))];
+    for (number, (name, kept)) in (0..).zip(names) {
+        let live = [spec(name)];
+        for is_whole in [false, true] {
+            let (state, _) = start(&path(number), &[], &none);
+            match is_whole {
+                true => state.record_all(&live, &SettingsChange::default()).unwrap(),
+                false => {
+                    let part = ChangedPart::Exports(vec![live[0].name()]);
+                    state.record(&part, || live.to_vec()).unwrap();
+                }
+            }
+            drop(state);
+            let (_state, merged) = start(&path(number), &[], &none);
+            assert_eq!(merged.added, [spec(kept)], "{name:?} {is_whole}");
+            fs::remove_file(path(number)).unwrap();
+        }
+    }
+}
+
+/// The second export has the socket of the first, whose removal is recorded late.
+#[test]
+fn an_export_that_was_removed_by_its_socket_is_not_restored_beside_its_successor() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, none) = (folder.path().join("state"), settings(None, 0, 1));
+    let [first, second] = ["first", "second"]
+        .map(|name| ExportSpec { name: Some(name.to_owned()), ..blk("a", json!({})) });
+    let (state, _) = start(&path, &[], &none);
+    for (name, live) in [("first", &first), ("second", &second), ("/run/a", &second)] {
+        let part = ChangedPart::Exports(vec![name.to_owned()]);
+        state.record(&part, || vec![live.clone()]).unwrap();
+    }
+    drop(state);
+    let (_state, merged) = start(&path, &[], &none);
+    assert_eq!(merged.added, [second]);
+}
+
 /// A process that takes over writes the file. If it does not take over, the changes in the meantime
 /// are written.
 #[test]
