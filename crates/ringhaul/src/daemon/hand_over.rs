@@ -371,6 +371,7 @@ fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
     use std::path::Path;
 
     use blockio::DiskOptions;
@@ -404,6 +405,46 @@ mod tests {
             let opening = vec![(spec.clone(), asked)];
             let handed = daemon.hand_over_opening(opening, &mut PassedFds::default()).unwrap();
             assert_eq!(handed[0].spec.settings.rules.limits, limits(iops_total));
+        }
+    }
+
+    /// The new process cannot open the socket of a service manager, or that of `--fd`, by itself.
+    #[test]
+    fn an_export_that_is_being_opened_keeps_its_inherited_socket() {
+        let start = || {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+            Daemon::start(args, InheritedSockets::default()).unwrap()
+        };
+        let ((old, _old_ending), (new, _new_ending)) = (start(), start());
+        let folder = tempfile::tempdir().unwrap();
+        let [by_name, by_number, own] = ["a", "b", "c"].map(|name| folder.path().join(name));
+        let passed = |path: &Path| {
+            let mut fds = PassedFds::default();
+            let socket = fds.put("socket", UnixListener::bind(path).unwrap()).unwrap();
+            let state = EndpointState::Inherited { socket, was_blocking: false };
+            Endpoint::take_over(state, &mut fds).unwrap()
+        };
+        let spec = |path: &Path| export(&path.display().to_string(), Path::new("disk"));
+        old.inherited.remember(&spec(&by_name).name(), &passed(&by_name)).unwrap();
+        old.inherited.put(7, passed(&by_number));
+        let numbered = ExportSpec { endpoint: EndpointSpec::Fd(7), ..spec(&by_number) };
+        let specs = [spec(&by_name), numbered, spec(&own)];
+
+        let (mut fds, now) = (PassedFds::default(), Instant::now());
+        let opening = specs.iter().map(|spec| (spec.clone(), now)).collect();
+        let handed = old.hand_over_opening(opening, &mut fds).unwrap();
+        assert_eq!(new.expect_opening(handed, &mut fds).unwrap(), specs);
+        assert_eq!(fds.all().count(), 0, "a descriptor has no user");
+        assert!(!new.inherited.has_listener(&spec(&own).name(), &own));
+        let taken = [
+            new.inherited.listener(&spec(&by_name).name(), &by_name).unwrap(),
+            new.inherited.take(),
+        ];
+        for (endpoint, path) in taken.into_iter().zip([by_name, by_number]) {
+            let endpoint = endpoint.expect("the socket is lost");
+            let _front_end = UnixStream::connect(&path).unwrap();
+            assert!(endpoint.accept().unwrap().is_ok(), "it is another socket");
         }
     }
 

@@ -264,6 +264,7 @@ fn ask<T: DeserializeOwned>(
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader};
+    use std::os::unix::net::UnixListener;
     use std::sync::mpsc;
 
     use clap::{Args, FromArgMatches};
@@ -361,5 +362,32 @@ mod tests {
             assert_eq!(now.poll_budget == 3, late.poll_budget.is_some());
             assert_eq!(daemon.changes(), late, "a further process hears of them");
         }
+    }
+
+    /// A process that hangs must not delay the start for ever.
+    #[test]
+    fn an_old_process_has_limited_time_to_describe_itself() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("control");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let changes = SettingsChange::default();
+        let options = ProcessOptions { directory: "/".into(), arguments: vec![], changes };
+        let (version, process) = ("1".to_owned(), 7);
+        let (control, exports, opening) = (None, Vec::new(), Vec::new());
+        let says = Description { version, process, options, control, exports, opening };
+        let answer = Answer { says, descriptors: Vec::new() };
+        let asked = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut stream = listener.accept().unwrap().0;
+                let line = BufReader::new(&stream).lines().next().unwrap().unwrap();
+                let request: Request = serde_json::from_str(&line).unwrap();
+                assert_eq!(request.method, BEGIN);
+                let answer = json!({ "jsonrpc": "2.0", "id": request.id, "result": answer });
+                stream.write_all(format!("{answer}\n").as_bytes()).unwrap();
+            });
+            Predecessor::ask(&socket).unwrap()
+        });
+        assert_eq!(asked.receiver.stream().read_timeout().unwrap(), Some(ANSWER_MAX));
+        assert_eq!((asked.process, &*asked.version), (7, "1"));
     }
 }

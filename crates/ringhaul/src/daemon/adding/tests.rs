@@ -112,9 +112,27 @@ fn fail_beside_others(is_late: bool) {
         scene.wait_for_error("the daemon waits");
     }
     std::fs::remove_file(&left).unwrap();
-    drop(held);
     scene.wait_for_error("cannot be served");
+    // Without this lock, an attempt that had opened the file would serve it after its removal.
+    drop(held);
     opening.settle();
+    scene.end();
+}
+
+/// A subscriber may use its name again, or its disk.
+#[test]
+fn the_end_of_an_export_is_reported_when_its_name_is_free() {
+    let scene = Scene::new();
+    let disk = scene.disk("disk");
+    let export = scene.export("vm1", &disk);
+    for _ in 0..2 {
+        scene.daemon.handle(Command::Add(vec![export.clone()])).unwrap();
+        scene.daemon.handle(Command::Remove(Removal::new(export.name()))).unwrap();
+        for expected in [EventDetails::Added, EventDetails::Removed] {
+            let event = scene.events.recv_timeout(Duration::from_secs(60)).unwrap();
+            assert_eq!((&event.export, &event.details), (&export.name(), &expected));
+        }
+    }
     scene.end();
 }
 
