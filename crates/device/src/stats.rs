@@ -279,6 +279,21 @@ mod tests {
     }
 
     #[test]
+    fn errors_of_disks_have_their_cause() {
+        for (errno, expected) in [
+            (libc::ENOSPC, ErrorCause::NoSpace),
+            (libc::EDQUOT, ErrorCause::NoSpace),
+            (libc::EINVAL, ErrorCause::Invalid),
+            (libc::EIO, ErrorCause::Disk),
+            (libc::ETIMEDOUT, ErrorCause::Disk),
+        ] {
+            let error = std::io::Error::from_raw_os_error(errno);
+            assert_eq!(ErrorCause::of_disk(&error), expected, "{error}");
+        }
+        assert_eq!(ErrorCause::of_disk(&std::io::Error::other("text")), ErrorCause::Disk);
+    }
+
+    #[test]
     fn peaks_begin_anew_when_they_are_taken() {
         let stats = QueueStats::default();
         stats.count(RequestKind::Write, 9_000, 1);

@@ -290,7 +290,9 @@ mod tests {
     use std::io::{Read, Write};
 
     use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fd::AsRawFd;
     use rustix::io::{FdFlags, fcntl_getfd};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     use super::super::message::Request;
     use super::*;
@@ -407,6 +409,36 @@ mod tests {
             theirs.set_nonblocking(true).unwrap();
             let is_closed = matches!(theirs.read(&mut [0]), Ok(0));
             assert_eq!(is_closed, !is_lent);
+        }
+    }
+
+    /// Set in the process that has no descriptor left.
+    const ALONE: &str = "RINGHAUL_TEST_WITHOUT_DESCRIPTORS";
+
+    /// Runs in a process of its own, because the limit is that of a whole process.
+    #[test]
+    fn descriptors_beyond_the_limit_are_reported_as_lost() {
+        if std::env::var_os(ALONE).is_none() {
+            let name = "channel::tests::descriptors_beyond_the_limit_are_reported_as_lost";
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let output = child.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            return;
+        }
+        let ((mut channel, front_end), fd) = (channel(), event());
+        let message = Header::new(Request::SetOwner.encode().0, 0).encode();
+        let all = getrlimit(Resource::Nofile);
+        // All lower numbers are in use.
+        let first_free = u64::try_from(event().as_raw_fd()).unwrap();
+        for (current, is_lost) in [(Some(first_free), true), (all.current, false)] {
+            send_with(&front_end, &message, &fd);
+            setrlimit(Resource::Nofile, Rlimit { current, ..all }).unwrap();
+            let received = receive(&mut channel, Instant::now());
+            setrlimit(Resource::Nofile, all).unwrap();
+            let Received::Message(message) = received else { panic!("no message") };
+            assert_eq!(message.fds.is_empty(), is_lost);
+            let told = message.lost_fds.is_some_and(|why| why.contains("ulimit -n"));
+            assert_eq!(told, is_lost);
         }
     }
 }

@@ -451,7 +451,7 @@ impl Connection {
     }
 
     /// Begins to start the control ring, if there is one, once all other started rings run: task
-    /// management concerns the tasks in them.
+    /// management concerns the tasks in them. A ring whose start has failed does not run.
     fn start_control(&mut self) {
         let Some(control) = self.control_ring else { return };
         let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
@@ -465,7 +465,7 @@ impl Connection {
         if self.progress() {
             return Poll::Pending;
         }
-        if std::mem::take(&mut self.control_is_due) && self.failure.is_none() {
+        if std::mem::take(&mut self.control_is_due) {
             self.start_control();
             if self.progress() {
                 return Poll::Pending;

@@ -628,6 +628,35 @@ mod tests {
         assert_eq!(scene.wait(&handle.begin_final_stop()), 0);
     }
 
+    /// The most unanswered requests include those that wait in the ring.
+    #[test]
+    fn calls_and_the_depth_are_counted_as_the_driver_sees_them() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.turn(10);
+        let mut calls = count_of(&scene.call);
+        for _ in 0..3 {
+            scene.offer_without_kick(&buffer());
+        }
+        scene.kick();
+        scene.turn(10);
+        assert_eq!(scene.stats.take_peaks().depth, 3);
+        gate.open();
+        for _ in 0..3 {
+            scene.answer();
+        }
+        for _ in 0..4 {
+            scene.offer(&buffer());
+            scene.answer();
+        }
+        assert_eq!(scene.stats.take_peaks().depth, 1);
+        scene.turn(10);
+        calls += count_of(&scene.call);
+        assert_eq!(scene.stats.calls.get(), calls);
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 7);
+    }
+
     #[test]
     fn a_stop_is_heard_once_it_is_carried_out() {
         let scene = Scene::new();
@@ -788,6 +817,108 @@ mod tests {
         assert_eq!(gates[1].popped.get(), 1);
     }
 
+    #[test]
+    fn room_for_several_queues_is_used_by_all_of_them() {
+        let mut scenes = [Scene::new(), Scene::new(), Scene::new()];
+        let data_budget = Arc::new(DataBudget::new(8 << 20));
+        let gates = [(); 3].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        for (scene, (gate, count)) in scenes.iter_mut().zip(gates.iter().zip([2, 1, 1])) {
+            scene.data_budget = Arc::clone(&data_budget);
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+            for _ in 0..count {
+                scene.offer(&large());
+            }
+            scene.turn(10);
+        }
+        let popped = || gates.each_ref().map(|gate| gate.popped.get());
+        assert_eq!(popped(), [2, 0, 0]);
+        gates[0].open();
+        scenes.iter().for_each(|scene| scene.turn(10));
+        assert_eq!(popped(), [2, 1, 1], "there is room for both");
+        gates.iter().for_each(|gate| gate.open());
+        for (scene, (handle, popped)) in scenes.iter().zip(handles.iter().zip([2, 1, 1])) {
+            assert_eq!(scene.wait(&handle.begin_final_stop()), popped);
+        }
+    }
+
+    /// A stop may take long, because it waits for the requests of the queue.
+    #[test]
+    fn a_queue_that_still_stops_keeps_no_other_from_its_turn() {
+        let mut scenes = [Scene::new(), Scene::new(), Scene::new()];
+        let data_budget = Arc::new(DataBudget::new(1 << 20));
+        let gates = [(); 3].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        for (scene, gate) in scenes.iter_mut().zip(&gates) {
+            scene.data_budget = Arc::clone(&data_budget);
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+        }
+        let popped = || gates.each_ref().map(|gate| gate.popped.get());
+        let turn = |scenes: &[Scene; 3]| {
+            for _ in 0..10 {
+                scenes.iter().for_each(|scene| scene.turn(1));
+            }
+        };
+        scenes[1].offer(&buffer());
+        turn(&scenes);
+        for scene in &mut scenes {
+            scene.offer(&large());
+            scene.turn(10);
+        }
+        assert_eq!(popped(), [1, 1, 0], "two large requests wait");
+        let stopped = handles[1].begin_final_stop();
+        turn(&scenes);
+        gates[0].open();
+        turn(&scenes);
+        assert_eq!(popped(), [1, 1, 1], "the third queue waits for one that stops");
+        // Its place in line is lost, and its request is not.
+        let resumed = handles[1].begin_resume();
+        scenes[1].wait(&resumed);
+        gates[2].open();
+        turn(&scenes);
+        assert_eq!(popped(), [1, 2, 1]);
+        assert_eq!(stopped.check(), Poll::Ready(None));
+        gates[1].open();
+        for (scene, (handle, popped)) in scenes.iter().zip(handles.iter().zip([1, 2, 1])) {
+            assert_eq!(scene.wait(&handle.begin_final_stop()), popped);
+        }
+        assert_eq!(data_budget.bytes(), 0);
+    }
+
+    /// No process would find requests in the region of a bad ring.
+    #[test]
+    fn a_queue_leaves_requests_only_in_a_region_of_a_sound_ring() {
+        for (kind, is_marked, is_bad, expected) in [
+            (StopKind::KeepInflight, true, false, StopKind::KeepInflight),
+            (StopKind::KeepInflight, true, true, StopKind::Final),
+            (StopKind::KeepInflight, false, false, StopKind::Final),
+            (StopKind::DriverGone, true, false, StopKind::KeepInflight),
+            (StopKind::DriverGone, true, true, StopKind::DriverGone),
+            (StopKind::DriverGone, false, false, StopKind::DriverGone),
+            (StopKind::Pause, true, true, StopKind::Pause),
+            (StopKind::Final, true, false, StopKind::Final),
+        ] {
+            let mut scene = Scene::new();
+            if is_marked {
+                scene.mark_requests();
+            }
+            let (gate, kinds) = (Rc::new(Gate::default()), Rc::default());
+            let handle = scene.start(Resting(Gated(Rc::clone(&gate)), Rc::clone(&kinds)));
+            scene.offer(&buffer());
+            scene.turn(10);
+            if is_bad {
+                scene.driver.ring().put_avail_idx(1000);
+                scene.kick();
+                scene.turn(10);
+            }
+            let stopped = handle.begin_stop(kind);
+            scene.turn(10);
+            assert_eq!(*kinds.borrow(), [expected], "{kind:?} {is_marked} {is_bad}");
+            gate.open();
+            assert_eq!(scene.wait(&stopped), 1);
+        }
+    }
+
     /// Counts zeroes for each chain until the gate opens.
     struct Zeroes(Rc<Gate>);
 
@@ -811,6 +942,15 @@ mod tests {
         gate.open();
         scene.turn(20);
         assert_eq!(gate.popped.get(), 9);
+        // A queue that has no more zeroes is out of the way of other queues.
+        let (mut other, open) = (Scene::new(), Rc::new(Gate::default()));
+        other.data_budget = Arc::clone(&scene.data_budget);
+        open.open();
+        let beside = other.start(Gated(Rc::clone(&open)));
+        other.offer(&large());
+        other.turn(20);
+        assert_eq!(open.popped.get(), 1, "the queue still waits for room");
+        assert_eq!(other.wait(&beside.begin_final_stop()), 1);
         assert_eq!(scene.wait(&handle.begin_final_stop()), 9);
         assert_eq!(scene.data_budget.bytes(), 0);
     }

@@ -1,7 +1,7 @@
 //! The events and counts of a queue, and the latency of its requests.
 
 use std::error::Error;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockio::stats::Cause;
 
@@ -66,11 +66,7 @@ impl Queue {
     pub(crate) fn report_slow(&self, kind: RequestKind, popped: PopTime, sector: Option<u64>) {
         let took = Duration::from_nanos(self.latency_ns(popped));
         let now = self.reports.clock.recently();
-        let of = |cause: Option<Cause>| {
-            let is_within = |cause: &Cause| now.saturating_duration_since(cause.ended) <= took;
-            let cause = cause.filter(is_within);
-            cause.map_or(Duration::ZERO, |cause| cause.took.min(took))
-        };
+        let of = |cause| share_of(cause, now, took);
         let slow = &self.reports.stats.slow;
         self.reports.events.request_slow(&SlowRequest {
             kind,
@@ -102,5 +98,34 @@ impl Queue {
     /// Reports that the driver's kicks are not received.
     pub(super) fn report_unwatched(&self, error: &dyn Error) {
         self.reports.events.kick_not_watched(self.reports.index, error);
+    }
+}
+
+/// The share of a cause in a request that took this long up to now. A cause that ended before the
+/// request began has none.
+fn share_of(cause: Option<Cause>, now: Instant, took: Duration) -> Duration {
+    let is_within = |cause: &Cause| now.saturating_duration_since(cause.ended) <= took;
+    cause.filter(is_within).map_or(Duration::ZERO, |cause| cause.took.min(took))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_has_a_share_in_requests_that_it_has_delayed() {
+        let seconds = Duration::from_secs;
+        let now = Instant::now() + seconds(100);
+        let cause = |ago, took| Some(Cause { ended: now - seconds(ago), took: seconds(took) });
+        for (cause, expected) in [
+            (None, 0),
+            (cause(0, 3), 3),
+            (cause(5, 3), 3),
+            (cause(6, 3), 0),
+            // It began before the request.
+            (cause(2, 9), 5),
+        ] {
+            assert_eq!(share_of(cause, now, seconds(5)), seconds(expected), "{cause:?}");
+        }
     }
 }

@@ -1,9 +1,11 @@
 //! Servers that answer late, break off, and come back changed.
 
 mod abandoned;
+mod deadlines;
 mod durable;
 mod flags;
 mod homes;
+mod large_reads;
 mod rerouting;
 mod scripted;
 mod sizes;
@@ -128,33 +130,6 @@ fn wait_a_turn(thread: &IoThread) {
     thread.block_on(turn).unwrap();
 }
 
-/// A write that has failed at its deadline may still be carried out: later writes to the same place
-/// are not sent before that.
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
-fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
-    let server = Server::start(MIB, FLAGS);
-    let options = NbdOptions { deadline: Some(DEADLINE), connections: 2, ..server.options() };
-    let (thread, source) = (new_thread(), open(options));
-    let disk = Rc::new(source.attach(thread.io()));
-    for command in [READ, WRITE] {
-        server.change(|state| state.holds = (command, 1));
-        let request = Running::start_one(&thread, &disk, command);
-        assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT), "another connection has taken it");
-        assert_eq!(remote_ops(thread.io()), 0, "an op that has failed");
-    }
-    assert!(source.hand_over().may_still_change(), "another process would not know");
-    let newer = Running::write(&thread, &disk, 0, 2);
-    let beside = Running::write(&thread, &disk, 4096, 3);
-    assert_eq!(beside.end(&thread), None, "other places can be written to");
-    assert_eq!((read(&thread, &disk, 0), read(&thread, &disk, 4096)), (0, 3));
-    server.answer_held();
-    assert_eq!(newer.end(&thread), None);
-    assert_eq!(server.state().content[0], 2, "the old write came last");
-    assert!(!source.hand_over().may_still_change());
-    drop((disk, source));
-}
-
 /// The server continues, but is not understood: it has ended its requests when it has closed the
 /// connection.
 #[test]
@@ -231,28 +206,6 @@ fn a_flush_that_a_break_interrupts_fails_if_data_may_be_lost() {
         assert_eq!(flush.end(&thread), expected);
         assert_eq!(source.state() == DiskState::Lost, distrust);
         assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
-    }
-}
-
-/// The server may forget data that it could not write, and flush the rest.
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_failed_flush_is_a_loss_and_a_late_flush_is_not() {
-    for (is_answered, expected) in [(false, None), (true, Some(libc::EIO))] {
-        let server = Server::start(MIB, FLAGS);
-        let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
-        let (thread, source) = (new_thread(), open(options));
-        let disk = Rc::new(source.attach(thread.io()));
-        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
-        server.change(|state| match is_answered {
-            true => state.failing_flushes = 1,
-            false => state.holds = (FLUSH, 1),
-        });
-        let failed = Running::flush(&thread, &disk).end(&thread);
-        assert_eq!(failed, expected.or(Some(libc::ETIMEDOUT)));
-        assert_eq!(source.hand_over().loss(), expected);
-        assert_eq!(Running::flush(&thread, &disk).end(&thread), expected, "a later one");
-        assert_eq!(read(&thread, &disk, 0), 1, "reads go on");
     }
 }
 

@@ -4,6 +4,7 @@ mod effects;
 mod functions;
 mod hand_over;
 mod inflight;
+mod places;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

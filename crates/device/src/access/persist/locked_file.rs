@@ -33,8 +33,7 @@ impl LockedFile {
                 }
                 opened => opened?,
             };
-            lock(&file)?;
-            if has_name(&file, &path)? {
+            if lock(&file, &path)? {
                 let mut text = String::new();
                 (&file).take(bytes_max + 1).read_to_string(&mut text)?;
                 return Ok((Self { path, locked: Some(file) }, Some(text)));
@@ -68,8 +67,7 @@ impl LockedFile {
         new.push(".new");
         let new = PathBuf::from(new);
         let file = create(&new)?;
-        lock(&file)?;
-        if !has_name(&file, &new)? {
+        if !lock(&file, &new)? {
             return Err(busy());
         }
         let written = write(&file, text).and_then(|()| self.rename(&new));
@@ -129,12 +127,13 @@ fn create(path: &Path) -> io::Result<File> {
     // A special file of a stranger might never open.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let left = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    lock(&left)?;
-    if !has_name(&left, path)? {
-        return Err(busy());
-    }
-    fs::remove_file(path)?;
+    remove_left(&left, path)?;
     options.open(path)
+}
+
+/// Removes an opened file that a crash left behind at `path`. Another file may be there by now.
+fn remove_left(left: &File, path: &Path) -> io::Result<()> {
+    if lock(left, path)? { fs::remove_file(path) } else { Err(busy()) }
 }
 
 /// Opens for writing if allowed, because network file systems lock no other files.
@@ -149,13 +148,15 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-fn lock(file: &File) -> io::Result<()> {
+/// Locks an opened file. Returns false if the file has lost its name before it was locked.
+fn lock(file: &File, path: &Path) -> io::Result<bool> {
     match flock(file, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => Err(busy()),
+        Err(Errno::WOULDBLOCK) => return Err(busy()),
         // Some network file systems have no locks; that alone does not make the file unusable.
-        Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::BADF) => Ok(()),
-        locked => Ok(locked?),
+        Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::BADF) => {}
+        locked => locked?,
     }
+    has_name(file, path)
 }
 
 fn busy() -> io::Error {
@@ -181,6 +182,8 @@ fn write(mut file: &File, text: &str) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use ringhaul_kit::file_trace::trace_writes;
+
     use super::super::tests::when_free;
     use super::*;
 
@@ -210,7 +213,7 @@ mod tests {
         // A file that another process is about to use stays.
         fs::remove_file(&new).unwrap();
         let theirs = File::create(&new).unwrap();
-        lock(&theirs).unwrap();
+        assert!(lock(&theirs, &new).unwrap());
         assert!(is_busy(own.replace("c")) && new.exists());
     }
 
@@ -235,5 +238,60 @@ mod tests {
         other.replace("d").unwrap();
         assert!(is_busy(next.replace("e")) && is_busy(take(&path)));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    /// Its owner has replaced it after it was opened here.
+    #[test]
+    fn a_file_that_has_lost_its_name_is_not_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, other] = ["file", "other"].map(|name| directory.path().join(name));
+        for name in [&path, &other] {
+            fs::write(name, name.to_str().unwrap()).unwrap();
+        }
+        let file = open(&path).unwrap();
+        assert!(lock(&file, &path).unwrap());
+        fs::rename(&other, &path).unwrap();
+        assert!(!lock(&file, &path).unwrap());
+        assert!(is_busy(remove_left(&file, &path)));
+        assert_eq!(fs::read_to_string(&path).unwrap(), other.to_str().unwrap());
+        fs::remove_file(&path).unwrap();
+        assert!(!lock(&file, &path).unwrap());
+        fs::write(&path, "").unwrap();
+        remove_left(&open(&path).unwrap(), &path).unwrap();
+        assert!(!path.exists());
+    }
+
+    /// From the beginning, and however a file was made.
+    #[test]
+    fn no_other_user_reads_or_writes_a_new_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, open] = ["file", "open"].map(|name| directory.path().join(name));
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        for _ in 0..2 {
+            // The second file takes the place of the first.
+            drop(create(&path).unwrap());
+            assert_eq!(mode(&path), MODE);
+        }
+        let file = File::create(&open).unwrap();
+        file.set_permissions(Permissions::from_mode(0o666)).unwrap();
+        write(&file, "text").unwrap();
+        assert_eq!(mode(&open), MODE);
+    }
+
+    /// A loss of power leaves the old file or the new one.
+    #[test]
+    fn a_file_is_stable_before_it_has_its_name_and_the_name_before_the_answer() {
+        let name = "access::persist::locked_file::tests::\
+                    a_file_is_stable_before_it_has_its_name_and_the_name_before_the_answer";
+        let traced = trace_writes(name, |folder| {
+            let (mut own, _) = take(&folder.join("file")).unwrap();
+            own.replace("a").unwrap();
+            own.replace("b").unwrap();
+            own.remove().unwrap();
+        });
+        let Some(calls) = traced.unwrap() else { return };
+        let replaced = ["open file.new", "sync file.new", "rename file.new", "open .", "sync ."];
+        let expected = [&replaced[..], &replaced, &["unlink file", "open .", "sync ."]].concat();
+        assert_eq!(calls, expected);
     }
 }

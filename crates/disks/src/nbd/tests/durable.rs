@@ -63,12 +63,19 @@ fn a_durable_write_whose_flush_is_late_is_tried_again() {
     let (thread, source) = (new_thread(), open(options));
     let disk = Rc::new(source.attach(thread.io()));
     server.change(|state| state.holds = (FLUSH, 1));
-    assert_eq!(failed([&thread; 2], &disk), (4096, Some(libc::ETIMEDOUT)));
+    // On a busy machine even the write may be late.
+    while server.state().holds.1 > 0 {
+        assert_eq!(failed([&thread; 2], &disk), (4096, Some(libc::ETIMEDOUT)));
+    }
     try_again(&source);
-    server.change(|state| state.holds = (FLUSH, 1));
+    server.change(|state| {
+        state.seen.clear();
+        state.holds = (FLUSH, 1);
+    });
     assert_eq!(Running::write_durably(&thread, &disk, 0, 1).end(&thread), None);
-    let seen = server.state().seen.clone();
-    assert_eq!(seen[2..], [WRITE, FLUSH, WRITE, FLUSH].map(|command| (command, 0)));
+    let mut seen: Vec<u16> = server.state().seen.iter().map(|seen| seen.0).collect();
+    seen.dedup();
+    assert!(seen.len() >= 4 && seen.chunks(2).all(|pair| pair == [WRITE, FLUSH]), "{seen:?}");
 }
 
 /// The next flush may succeed, and other writers would not know of the loss.
@@ -90,6 +97,31 @@ fn a_durable_write_with_a_failed_flush_fails_and_is_a_loss() {
         assert_eq!(Running::flush(&home, &disk).end(&home), Some(libc::EIO));
         let later = Running::write_durably(&home, &disk, 0, 1);
         assert_eq!(later.end(&home), Some(libc::EIO));
+    }
+}
+
+/// The server may have dropped the data of both.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn nothing_is_durable_that_is_answered_after_a_failed_flush() {
+    for command in [FLUSH, WRITE] {
+        let server = Server::start(MIB, FLAGS | can::FUA);
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 4096, 1).end(&thread), None);
+        server.change(|state| (state.holds, state.failing_flushes) = ((command, 1), 1));
+        let promised = match command {
+            FLUSH => Running::flush(&thread, &disk),
+            _ => Running::write_durably(&thread, &disk, 0, 2),
+        };
+        while server.state().seen.len() < 2 {
+            wait_a_turn(&thread);
+        }
+        let failed = Running::flush(&thread, &disk);
+        assert_eq!(failed.end(&thread), Some(libc::EIO), "{command}");
+        assert!(promised.0.get().is_none(), "{command} is answered without the server");
+        server.answer_held();
+        assert_eq!(promised.end(&thread), Some(libc::EIO), "{command}");
     }
 }
 

@@ -129,6 +129,48 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    /// An answered write must survive a kill, so its cluster must be in the tables of the file.
+    #[test]
+    fn space_is_used_by_others_after_its_commit_only() {
+        const CLUSTER: u64 = 512;
+        let changes = Changes::default();
+        changes.add_range(2 * CLUSTER..4 * CLUSTER);
+        changes.add_entries(6 * CLUSTER..8 * CLUSTER, 90 * CLUSTER, CLUSTER);
+        for (range, expected) in [
+            (0..2, false),
+            (0..3, true),
+            (3..4, true),
+            (4..6, false),
+            (5..7, true),
+            (7..8, true),
+            (8..9, false),
+        ] {
+            let bytes = range.start * CLUSTER..range.end * CLUSTER;
+            assert_eq!(changes.is_uncommitted(&bytes), expected, "{range:?}");
+        }
+        let entry = |cluster| Entry { at: cluster * CLUSTER, offset: (84 + cluster) * CLUSTER };
+        assert_eq!(*changes.entries.borrow(), [entry(6), entry(7)]);
+        assert_eq!(changes.made.get(), 2);
+    }
+
+    /// After a failed commit imago may use space to which the file still points.
+    #[test]
+    fn entries_are_written_alone_unless_imago_has_to_write() {
+        let changes = Changes::default();
+        changes.add_entries(0..512, 0, 512);
+        assert!(changes.has_only_entries() && !changes.are_committed());
+        changes.failed.set(true);
+        assert!(!changes.has_only_entries() && changes.imago_must_write());
+        changes.failed.set(false);
+        changes.add();
+        assert!(!changes.has_only_entries());
+        changes.committed.set(2);
+        assert!(changes.has_only_entries() && changes.are_committed());
+        assert!(!changes.imago_must_write());
+        changes.is_imago_behind.set(true);
+        assert!(changes.imago_must_write());
+    }
+
     #[test]
     fn the_places_ahead_grow_with_the_filled_clusters_of_a_writer() {
         let streams = Streams::default();

@@ -1,0 +1,95 @@
+//! Requests beyond their deadline, and requests beside them.
+
+use std::rc::Rc;
+
+use blockio::testing::remote_ops;
+use blockio::{Disk, IoThread};
+
+use super::super::options::NbdOptions;
+use super::scripted::{FLUSH, READ, Server, WRITE};
+use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open};
+
+/// A busy machine may delay an answer beyond the deadline. The request is then made again.
+pub(super) fn in_time(thread: &IoThread, start: impl Fn() -> Running) -> Option<i32> {
+    let mut ends = (0..20).map(|_| start().end(thread));
+    ends.find(|error| *error != Some(libc::ETIMEDOUT)).unwrap_or(Some(libc::ETIMEDOUT))
+}
+
+/// Ends a write of this byte that has waited for the end of an earlier one, like [`in_time`].
+pub(super) fn end_in_time(
+    thread: &IoThread,
+    disk: &Rc<Disk>,
+    write: Running,
+    byte: u8,
+) -> Option<i32> {
+    match write.end(thread) {
+        Some(libc::ETIMEDOUT) => in_time(thread, || Running::write(thread, disk, 0, byte)),
+        ended => ended,
+    }
+}
+
+fn read_in_time(thread: &IoThread, disk: &Rc<Disk>, offset: u64) -> u8 {
+    let memory = filled(0xee, 4096);
+    let read = || {
+        let (disk, memory) = (Rc::clone(disk), memory.duplicate());
+        Running::start(thread.io(), async move {
+            let read = disk.read(offset, memory).await;
+            read.map_err(|unfinished| unfinished.error().raw_os_error())
+        })
+    };
+    assert_eq!(in_time(thread, read), None);
+    memory.to_vec()[4095]
+}
+
+/// A write that has failed at its deadline may still be carried out: later writes to the same place
+/// are not sent before that.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), connections: 2, ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    for command in [READ, WRITE] {
+        server.change(|state| state.holds = (command, 1));
+        let request = Running::start_one(&thread, &disk, command);
+        assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT), "another connection has taken it");
+        assert_eq!(remote_ops(thread.io()), 0, "an op that has failed");
+    }
+    assert!(source.hand_over().may_still_change(), "another process would not know");
+    let newer = Running::write(&thread, &disk, 0, 2);
+    let beside = || Running::write(&thread, &disk, 4096, 3);
+    assert_eq!(in_time(&thread, beside), None, "other places can be written to");
+    let bytes = [0, 4096].map(|offset| read_in_time(&thread, &disk, offset));
+    assert_eq!(bytes, [0, 3]);
+    server.answer_held();
+    assert_eq!(end_in_time(&thread, &disk, newer, 2), None);
+    assert_eq!(server.state().content[0], 2, "the old write came last");
+    assert!(!source.hand_over().may_still_change());
+    drop((disk, source));
+}
+
+/// The server may forget data that it could not write, and flush the rest.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_failed_flush_is_a_loss_and_a_late_flush_is_not() {
+    for (is_answered, expected) in [(false, None), (true, Some(libc::EIO))] {
+        let server = Server::start(MIB, FLAGS);
+        let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+        let (thread, source) = (new_thread(), open(options));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(in_time(&thread, || Running::write(&thread, &disk, 0, 1)), None);
+        server.change(|state| match is_answered {
+            true => state.failing_flushes = 1,
+            false => state.holds = (FLUSH, 1),
+        });
+        let flush = || Running::flush(&thread, &disk);
+        match is_answered {
+            true => assert_eq!(in_time(&thread, flush), expected),
+            false => assert_eq!(flush().end(&thread), Some(libc::ETIMEDOUT)),
+        }
+        assert_eq!(source.hand_over().loss(), expected);
+        assert_eq!(in_time(&thread, flush), expected, "a later one");
+        assert_eq!(read_in_time(&thread, &disk, 0), 1, "reads go on");
+    }
+}
