@@ -86,9 +86,13 @@ mod tests {
         assert!(command_line(process.path()).is_empty() && vcpu_threads(process.path()).is_empty());
         fs::write(process.path().join("cmdline"), b"qemu\0-h\0vm\0").unwrap();
         assert_eq!(command_line(process.path()), ["qemu", "-h", "vm"]);
-        for (thread, name, cpus) in
-            [("7", "qemu\n", "0-3"), ("8", "CPU 0/KVM\n", "2"), ("9", "vcpu1\n", "3")]
-        {
+        for (thread, name, cpus) in [
+            ("7", "qemu\n", "0-3"),
+            ("8", "CPU 0/KVM\n", "2"),
+            ("9", "vcpu1\n", "3"),
+            ("10", "fc_vcpu 0\n", "4"),
+            ("11", "not vcpu\n", "5"),
+        ] {
             let folder = process.path().join("task").join(thread);
             fs::create_dir_all(&folder).unwrap();
             fs::write(folder.join("comm"), name).unwrap();
@@ -97,7 +101,7 @@ mod tests {
         }
         let mut cpus: Vec<_> = vcpu_threads(process.path()).into_iter().map(|it| it.cpus).collect();
         cpus.sort();
-        assert_eq!(cpus, ["2", "3"]);
+        assert_eq!(cpus, ["2", "3", "4"]);
     }
 
     #[test]

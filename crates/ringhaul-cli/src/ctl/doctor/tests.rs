@@ -245,6 +245,16 @@ fn queues_have_findings() {
             &["32 entries", "were 23"],
         ),
         (
+            |facts| {
+                let queues = &mut front_end(facts).session.queues;
+                (queues[1].size, queues[1].state) = (32, QueueState::Running);
+                facts.exports[0].stats.as_mut().unwrap()[1].depth_peak = 24;
+            },
+            Warning,
+            "small-queue",
+            &["32 entries", "were 24"],
+        ),
+        (
             |facts| facts.exports[0].stats.as_mut().unwrap()[1].depth_peak = 96,
             Warning,
             "small-queue",
@@ -410,6 +420,30 @@ fn disks_with_normal_figures_have_no_findings() {
         let mut facts = healthy();
         change(&mut facts);
         assert_eq!(examine(&facts), []);
+    }
+}
+
+/// The mode of a unit has precedence over that of its export.
+#[test]
+fn the_page_cache_is_meant_if_the_unit_has_its_mode() {
+    for (of_unit, name) in [
+        (None, "page-cache"),
+        (Some("none"), "direct-io-refused"),
+        (Some("writethrough"), "page-cache"),
+    ] {
+        let mut facts = healthy();
+        disk(&mut facts).direct = false;
+        let unit =
+            json!({ "lun": 0, "disk": { "file": "/vm1.img" }, "settings": { "cache": of_unit } });
+        let spec = &mut facts.exports[0].details.status.spec;
+        spec.device = read(json!({ "scsi": [unit] }));
+        spec.settings.cache = Some(CacheMode::Writeback);
+        let found = examine(&facts);
+        let [finding] = &found[..] else { panic!("{found:#?}") };
+        assert_eq!(finding.finding, name, "{of_unit:?}: {finding:?}");
+        let mode = of_unit.filter(|mode| *mode != "none").unwrap_or("writeback");
+        let is_named = finding.figure.contains(&format!("cache={mode}"));
+        assert_eq!(is_named, name == "page-cache", "{finding:?}");
     }
 }
 

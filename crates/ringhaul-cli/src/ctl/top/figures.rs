@@ -191,6 +191,8 @@ impl ThreadFigures {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Map, Value, json};
+
     use super::*;
 
     #[test]
@@ -205,6 +207,111 @@ mod tests {
         // From 16.384 to 32.768.
         assert_eq!(percentile_us(&buckets, 99.0), Some(32.768));
         assert_eq!(percentile_us(&buckets, 100.0), Some(17_179_869.184), "the last bound");
+    }
+
+    /// The counters of an export and of a thread, which are multiples of `count`.
+    fn stats(start_time_seconds: u64, count: u64) -> DaemonStats {
+        let counts = json!({ "requests": 0, "bytes": 0, "errors": 0 });
+        let kinds = ["reads", "writes", "flushes", "discards", "write-zeroes", "others"];
+        let served: Map<_, _> =
+            kinds.into_iter().map(|kind| (kind.to_owned(), counts.clone())).collect();
+        let errors = json!({ "disk": count, "no-space": 0, "invalid": 0, "reserved": 0,
+                             "aborted": 0, "unavailable": 0 });
+        let operation = |operation: Operation, times: u64| {
+            json!({ "operation": operation, "requests": times * count, "bytes": 512 * count,
+                    "errors": errors, "latency-buckets": [times * count],
+                    "latency-sum-ns": 0, "latency-max-ns": 3_000 * times })
+        };
+        let export = json!({
+            "name": "vm", "served": served, "depth": 5, "depth-peak": 6,
+            "throttled-ns": 3_000_000_000 * count, "retried-ns": 0, "held-ns": 0, "queues": [],
+            "operations": [operation(Operation::Write, 2), operation(Operation::Read, 1)],
+        });
+        let thread = json!({
+            "name": "iothread-0", "cpu-ns": 500_000_000 * count,
+            "run-delay-ns": 200_000_000 * count, "poll-useless-ns": 100_000_000 * count,
+        });
+        let mut stats: DaemonStats = serde_json::from_value(json!({
+            "start-time-seconds": start_time_seconds, "failed-takeovers": 0, "exports": [export],
+            "iothreads": [],
+        }))
+        .unwrap();
+        stats.iothreads.push(thread_of(thread));
+        stats
+    }
+
+    /// A thread with these counters, and all others at 0.
+    fn thread_of(counters: Value) -> LoopStats {
+        let spread = || json!({ "median": 0, "p99": 0, "p999": 0, "max": 0 });
+        let operations = || json!({ "count": 0, "errors": 0, "bytes": 0, "latency-ns": spread() });
+        let memory = || json!({ "bytes": 0, "bytes-most": 0, "waits": 0, "failed": 0 });
+        let mut all = json!({
+            "turns": 0, "rounds": 0, "reads": operations(), "writes": operations(),
+            "flushes": operations(), "deallocations": operations(), "late": 0,
+            "poll-useful-ns": 0, "polled": 0, "submits-refused": 0, "submits": 0, "submitted": 0,
+            "harvests": 0, "harvested": 0, "harvested-at-once": spread(), "foreign": 0,
+            "foreign-at-once": spread(), "woken": 0, "submitted-at-once": spread(), "bounced": 0,
+            "bounce-memory": memory(), "list-memory": memory(),
+            "system-calls": { "io_submit": 0, "io_getevents": 0, "io_uring_enter": 0,
+                              "epoll_wait": 0, "eventfd_write": 0 },
+        });
+        all.as_object_mut().unwrap().extend(counters.as_object().unwrap().clone());
+        serde_json::from_value(all).unwrap()
+    }
+
+    /// The growth of the counters in two seconds. A daemon that has started again has new ones.
+    #[test]
+    fn figures_are_rates_of_the_time_between_two_readings() {
+        let time = Duration::from_secs(2);
+        for (start, count) in [(1, 1.0), (2, 4.0)] {
+            let figures = Figures::new(&stats(1, 3), &stats(start, 4), &[], time);
+            let [export] = &figures.exports[..] else { panic!("{figures:?}") };
+            for (figure, expected) in [
+                (export.requests_per_second, 1.5 * count),
+                (export.reads_per_second, 0.5 * count),
+                (export.writes_per_second, count),
+                (export.bytes_per_second, 512.0 * count),
+                (export.errors_per_second, count),
+                (export.throttled, 1.5 * count),
+                (export.max_us.unwrap(), 6.0),
+                (figures.iothreads[0].cpu, 0.25 * count),
+                (figures.iothreads[0].run_delay, 0.1 * count),
+                (figures.iothreads[0].poll_useless, 0.05 * count),
+            ] {
+                assert!((figure - expected).abs() < 1e-6, "{expected}: {figures:?}");
+            }
+            assert_eq!((export.depth, export.depth_peak), (5, 6));
+        }
+        let idle = Figures::new(&stats(1, 3), &stats(1, 3), &[], time);
+        assert_eq!((idle.exports[0].p50_us, idle.exports[0].max_us), (None, None));
+    }
+
+    #[test]
+    fn the_worst_part_of_an_export_is_its_state() {
+        let counts = json!({ "requests": 0, "bytes": 0, "errors": 0 });
+        let status = |state: &str, disk: &str, connected: bool, lacks_memory: bool| {
+            let status: ExportStatus = serde_json::from_value(json!({
+                "name": "vm", "endpoint": { "path": "/vm" }, "device": { "scsi": [] },
+                "state": state, "size-bytes": 0, "disk-state": disk, "connected": connected,
+                "lacks-memory": lacks_memory, "sessions": 0, "unfinished": 0,
+                "served": { "reads": counts, "writes": counts, "flushes": counts,
+                            "discards": counts, "write-zeroes": counts, "others": counts },
+            }))
+            .unwrap();
+            state_of(&status)
+        };
+        for (state, disk, connected, lacks_memory, expected) in [
+            ("serving", "ready", true, false, "serving"),
+            ("serving", "ready", false, false, "waiting"),
+            ("serving", "ready", true, true, "no memory"),
+            ("serving", "late", true, true, "late"),
+            ("serving", "lost", false, false, "lost"),
+            ("opening", "ready", false, false, "opening"),
+            ("stopping", "held", true, false, "stopping"),
+        ] {
+            let shown = status(state, disk, connected, lacks_memory);
+            assert_eq!(shown, expected, "{state} {disk} {connected} {lacks_memory}");
+        }
     }
 
     #[test]

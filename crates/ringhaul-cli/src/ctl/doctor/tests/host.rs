@@ -135,6 +135,11 @@ fn each_io_thread_of_an_export_with_fixed_buffers_locks_its_memory() {
     front_end(&mut facts).session.queues[1].state = QueueState::Running;
     let ends_with = |facts: &Facts, end: &str| locked_memory(facts).unwrap().ends_with(end);
     assert!(ends_with(&facts, "buffers 8388608 KiB"), "{:?}", locked_memory(&facts));
+    // The third queue shares the IoThread of the first.
+    let mut third = front_end(&mut facts).session.queues[1].clone();
+    third.index = 2;
+    front_end(&mut facts).session.queues.push(third);
+    assert!(ends_with(&facts, "buffers 8388608 KiB"), "{:?}", locked_memory(&facts));
     facts.exports[0].details.status.spec.settings.iothread = Some(1);
     assert!(ends_with(&facts, "buffers 4194304 KiB"), "{:?}", locked_memory(&facts));
 }
