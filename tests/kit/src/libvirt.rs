@@ -93,6 +93,8 @@ impl Libvirt {
             .args(["--map-group=1000", "--pid", "--fork", "--kill-child", "--mount-proc"])
             .args(["sh", "-uc", START, "libvirt"])
             .args(domain);
+        // Without this, virsh starts a second daemon while the first one begins to listen.
+        command.env("LIBVIRT_AUTOSTART", "0");
         for (variable, folder) in FOLDERS {
             command.env(variable, self.folder.path().join(folder));
         }

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::workspace;
 
 use crate::cli::{Finished, Running, run};
@@ -79,6 +79,47 @@ pub fn code_spans(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }
 
+/// Tries the rows of a table of functions. A row has a function that is refused, words of the
+/// refusal, and commands of Ringhaul in its place. `refuse` tries the function, and returns the
+/// refusal. Returns the number of commands.
+///
+/// # Errors
+/// If a refusal lacks the words, or a command fails.
+pub fn try_functions(
+    shell: &Shell,
+    rows: &[Vec<&str>],
+    refuse: impl Fn(&str) -> Result<String>,
+) -> Result<usize> {
+    let mut commands = 0;
+    for row in rows {
+        let [function, words, instead] = row[..] else { bail!("{row:?} has no three cells") };
+        let (functions, words) = (code_spans(function), code_spans(words));
+        let ([function], [words]) = (&functions[..], &words[..]) else {
+            bail!("{row:?} names no function or no words");
+        };
+        let refusal = refuse(function).with_context(|| (*function).to_owned())?;
+        ensure!(refusal.contains(words), "{function} says {refusal}");
+        commands += try_commands(shell, &[vec![instead]])?;
+    }
+    Ok(commands)
+}
+
+/// Runs Ringhaul's commands in the last cells of a table. Returns their number.
+///
+/// # Errors
+/// If one fails.
+pub fn try_commands(shell: &Shell, rows: &[Vec<&str>]) -> Result<usize> {
+    let spans = rows.iter().filter_map(|row| row.last()).flat_map(|cell| code_spans(cell));
+    // A command without its arguments is only named.
+    let is_whole = |span: &&str| span.starts_with("ringhaul ctl") && *span != "ringhaul ctl add";
+    let mut commands = 0;
+    for command in spans.filter(is_whole) {
+        shell.run(command)?;
+        commands += 1;
+    }
+    Ok(commands)
+}
+
 /// Replaces parts of an example. Each must be there, so that a page cannot lose one unnoticed.
 ///
 /// # Errors
@@ -122,7 +163,9 @@ impl Shell {
         self
     }
 
-    fn command(&self, script: &str) -> Command {
+    /// A script that is not yet started.
+    #[must_use]
+    pub fn command(&self, script: &str) -> Command {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "sh", "-euc", script]).stdin(Stdio::null());
         command.current_dir(&self.folder).env_remove("RUST_LOG").env("LC_ALL", "C");

@@ -27,6 +27,7 @@ mod operator_mistakes;
 mod options;
 mod probes;
 mod prometheus;
+mod recipes;
 mod resize;
 mod restart;
 mod schema;

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
 use ringhaul_kit::guest::{Accelerator, Image, KERNEL_OPTIONS, Vm, VmOptions};
 use ringhaul_kit::libvirt::Libvirt;
-use ringhaul_kit::page::{Page, Shell, code_spans, replaced};
+use ringhaul_kit::page::{self, Page, Shell, code_spans, replaced};
 use ringhaul_kit::system::print_skipped;
 use ringhaul_tools::process::{output, retry};
 use rustix::process::Signal;
@@ -216,24 +216,15 @@ fn check_image(image: &Path, raw: &Path) -> Result<()> {
 
 /// Tries each row of the table of functions: libvirt refuses, and Ringhaul's command works.
 fn try_functions(scene: &Scene) -> Result<()> {
-    let mut commands = 0;
     let rows = scene.page.table("| `virsh` |")?;
     ensure!(rows.len() > 10, "{rows:?}");
     let own = scene.libvirt.uri().into_string().ok().context("a path of text")?;
-    for row in rows {
-        let [refused, error, instead] = row[..] else { anyhow::bail!("{row:?}") };
-        let refused = code_spans(refused).join(" ").replace("qemu+ssh://host/system", &own);
-        let seen = scene.shell.try_run(&format!("virsh {refused}"))?;
-        ensure!(!seen.status.success(), "virsh {refused} succeeds");
-        let [error] = code_spans(error)[..] else { anyhow::bail!("{row:?} names no error") };
-        ensure!(seen.stderr.contains(error), "virsh {refused} says {}", seen.stderr);
-        for command in code_spans(instead) {
-            if command.starts_with("ringhaul ctl") {
-                scene.shell.run(command)?;
-                commands += 1;
-            }
-        }
-    }
+    let commands = page::try_functions(&scene.shell, &rows, |function| {
+        let function = function.replace("qemu+ssh://host/system", &own);
+        let seen = scene.shell.try_run(&format!("virsh {function}"))?;
+        ensure!(!seen.status.success(), "it succeeds");
+        Ok(seen.stderr)
+    })?;
     ensure!(commands >= 5, "the table has {commands} commands of Ringhaul");
     // They have an effect that other commands show.
     let limits = scene.shell.run("ringhaul ctl set-disk vm1")?.stdout;

@@ -15,6 +15,7 @@ mod libvirt;
 mod nbd;
 mod no_space;
 mod polling;
+mod recipes;
 mod resize;
 mod scsi;
 mod scsi_boot;

@@ -216,12 +216,21 @@ impl KvmGuest {
     /// # Errors
     /// If the compiler or the monitor is missing.
     pub fn start(vmm: &Vmm, socket: &Path) -> Result<Self> {
+        Self::start_by(vmm, |folder| vmm.command(folder, socket))
+    }
+
+    /// Builds the guest, and runs it by a command of the caller, which gets a folder. The guest is
+    /// the kernel `guest` there, its serial port the standard output of the command.
+    ///
+    /// # Errors
+    /// If the compiler or the monitor is missing.
+    pub fn start_by(vmm: &Vmm, command: impl Fn(&Path) -> Result<Command>) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder for the guest")?;
         build(folder.path(), vmm)?;
         let console = folder.path().join("console");
         let file = File::create(&console).context("creating the console's file")?;
         let errors = file.try_clone().context("duplicating a descriptor")?;
-        let mut command = vmm.command(folder.path(), socket)?;
+        let mut command = command(folder.path())?;
         command.stdin(Stdio::null()).stdout(file).stderr(errors);
         let monitor = command.spawn().with_context(|| format!("starting {vmm:?}"))?;
         Ok(Self { monitor, console, folder })
