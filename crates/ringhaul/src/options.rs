@@ -259,10 +259,6 @@ pub struct ServeArgs {
     #[arg(help_heading = "Threads and engines", long, value_name = "US",
           default_value_t = IoThreadConfig::SLICE_US, value_parser = parse_slice)]
     pub slice_us: u32,
-    /// Log requests that take at least this time, such as 500ms or 2s: the operation, the sector,
-    /// and the phase that took most of the time. A few lines a minute are logged.
-    #[arg(help_heading = "Log", long, value_name = "DURATION", value_parser = parse_duration)]
-    pub slow_request: Option<Duration>,
     /// The engine that carries operations to the kernel.
     ///
     /// `auto` tries the engines on the disk and
@@ -310,6 +306,10 @@ pub struct ServeArgs {
     /// the servers of disks that are named at the start.
     #[arg(help_heading = "Sandbox", long)]
     pub allow_network: bool,
+    /// Log requests that take at least this time, such as 500ms or 2s: the operation, the sector,
+    /// and the phase that took most of the time. A few lines a minute are logged.
+    #[arg(help_heading = "Log", long, value_name = "DURATION", value_parser = parse_duration)]
+    pub slow_request: Option<Duration>,
     /// Options for measurement.
     #[command(flatten)]
     pub switches: Switches,
