@@ -27,6 +27,7 @@ if [ -z "${BINARY:-}" ]; then
     export RINGHAUL_COMMIT
     cargo auditable build --release --locked --package ringhaul-cli
     BINARY=$target/release/ringhaul
+    is_auditable=yes
 fi
 
 # The files, where both tools look for build results.
@@ -34,6 +35,13 @@ CARGO_TARGET_DIR=$scratch
 export CARGO_TARGET_DIR
 stage=$scratch/release/package
 strip -o "$scratch/ringhaul" "$BINARY"
+has_list() {
+    readelf --sections --wide "$1" | grep -q dep-v0
+}
+if [ -n "${is_auditable:-}" ] && ! has_list "$scratch/ringhaul"; then
+    echo "package: the program has no list of its dependencies; is cargo-auditable too old?" >&2
+    exit 1
+fi
 PREFIX=/usr SYSCONFDIR=/etc DESTDIR=$stage BINARY=$scratch/ringhaul sh contrib/install.sh
 install -D -m 644 contrib/packages/needrestart.conf "$stage/etc/needrestart/conf.d/ringhaul.conf"
 gzip -9n < CHANGELOG.md > "$stage/usr/share/doc/ringhaul/changelog.gz"

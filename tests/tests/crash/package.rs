@@ -151,9 +151,46 @@ fn upgrade(host: &Host, driver: &mut Driver) -> Result<()> {
         ensure!(program == "/usr/bin/ringhaul", "{unit} runs {program}");
         ensure!(host.property(unit, "NRestarts")? == "0", "{unit} was restarted");
     }
+    a_service_out_of_reach_is_named(host)?;
     ensure!(host.property("ringhaul@vm1", "StatusText")? == "1 export served, 1 with a front-end");
     ensure!(host.run("dpkg-query -W -f '${Version}' ringhaul")?.ends_with("-2"));
     host.run("grep -q 'a line of the administrator' /etc/ringhaul.toml").map(drop)
+}
+
+/// Repeats the upgrade of the services while the control socket of one of them is elsewhere.
+fn a_service_out_of_reach_is_named(host: &Host) -> Result<()> {
+    let process = host.property("ringhaul", "MainPID")?;
+    let repeated = host.container.run(
+        "cd /run/ringhaul; mv control elsewhere; /usr/lib/ringhaul/upgrade-services
+        status=$?; mv elsewhere control; exit $status",
+    )?;
+    let repeated = repeated.expect_code(1)?;
+    ensure!(repeated.stdout == "ringhaul: ringhaul@vm1.service runs the new program\n");
+    let kept = "ringhaul: ringhaul.service keeps its former program; later try: ringhaul ctl \
+                --control /run/ringhaul/control upgrade /usr/bin/ringhaul\n";
+    ensure!(repeated.stderr.ends_with(kept), "{}", repeated.stderr);
+    ensure!(host.property("ringhaul", "MainPID")? == process, "it has another process");
+    Ok(())
+}
+
+/// needrestart reads the file as Perl does, and looks for the first pattern of a unit.
+#[test]
+fn needrestart_leaves_services_alone() -> Result<()> {
+    if !has_tools(&["perl"]) {
+        return Ok(());
+    }
+    let file = workspace::root().join("contrib/packages/needrestart.conf");
+    let script = "our %nrconf; do $ARGV[0]; die $@ if $@; my $rules = $nrconf{override_rc};
+        for my $unit (@ARGV[1..$#ARGV]) {
+            my ($rule) = grep { $unit =~ /$_/ } keys %$rules;
+            print \"$unit \", defined $rule ? $rules->{$rule} : 'restart', \"\\n\" }";
+    let mut decide = Command::new("perl");
+    decide.args(["-e", script]).arg(file);
+    decide.args(["ringhaul.service", "ringhaul@vm1.service", "ringhaulx.service"]);
+    let decided = output(&mut decide)?;
+    let expected = "ringhaul.service 0\nringhaul@vm1.service 0\nringhaulx.service restart";
+    ensure!(decided.trim() == expected, "{decided}");
+    Ok(())
 }
 
 /// Removes and purges the package.
