@@ -357,6 +357,27 @@ mod tests {
         }
     }
 
+    /// The log has a line for each change, for an audit.
+    #[test]
+    fn requests_that_name_no_setting_list_the_settings() {
+        let disk = |more: &str| serde_json::from_str(&format!(r#"{{"export": "vm"{more}}}"#));
+        let [whole, unit, limits] =
+            ["", r#", "target": 0, "lun": 1"#, r#", "lun": 1, "limits": {}"#]
+                .map(|more| disk(more).unwrap());
+        for (method, params, expected) in [
+            ("set", &Value::Null, true),
+            ("set", &serde_json::json!({}), true),
+            ("set", &serde_json::json!({ "log": "debug" }), false),
+            ("set", &serde_json::json!([]), false),
+            ("disk.set", &whole, true),
+            ("disk.set", &unit, true),
+            ("disk.set", &limits, false),
+            ("export.remove", &whole, false),
+        ] {
+            assert_eq!(is_listing(method, params), expected, "{method} {params}");
+        }
+    }
+
     #[test]
     fn the_last_answers_are_awaited() {
         let (in_progress, limit) = (RequestsInProgress::default(), Duration::from_secs(60));

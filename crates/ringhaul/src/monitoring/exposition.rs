@@ -356,6 +356,7 @@ fn write_threads(text: &mut Text, threads: &[LoopStats]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::stats::QueueServed;
 
     #[test]
     fn seconds_have_no_more_digits_than_they_need() {
@@ -395,6 +396,96 @@ mod tests {
             retried_ns: 2,
             held_ns: 3,
             queues: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn each_family_has_the_counter_of_its_name() {
+        let mut text = Text::default();
+        let mut export = stats_of("vm");
+        (export.depth, export.depth_peak) = (4, 9);
+        export.queues = (0..2)
+            .map(|index| QueueServed {
+                index,
+                served: Default::default(),
+                kicks: 10,
+                calls: 20,
+                calls_suppressed: 30,
+            })
+            .collect();
+        write_queues(&mut text, &[export]);
+        for (name, value) in [
+            ("requests_in_flight", "4"),
+            ("requests_in_flight_max", "9"),
+            ("throttled_seconds_total", "0.000000001"),
+            ("retried_seconds_total", "0.000000002"),
+            ("held_seconds_total", "0.000000003"),
+            ("kicks_total", "20"),
+            ("calls_total", "40"),
+            ("calls_suppressed_total", "60"),
+        ] {
+            let line = format!("ringhaul_{name}{{export=\"vm\"}} {value}");
+            assert!(text.0.lines().any(|found| found == line), "{line} is not in {}", text.0);
+        }
+    }
+
+    #[test]
+    fn each_family_of_threads_has_the_counter_of_its_name() {
+        let stats = blockio::stats::Stats::default();
+        let mut thread = LoopStats::new("iothread-0".to_owned(), &stats);
+        let counters: [(&str, &mut u64); 12] = [
+            ("cpu_seconds", &mut thread.cpu_ns),
+            ("run_delay_seconds", &mut thread.run_delay_ns),
+            ("poll_useful_seconds", &mut thread.poll_useful_ns),
+            ("poll_useless_seconds", &mut thread.poll_useless_ns),
+            ("turns", &mut thread.turns),
+            ("submits", &mut thread.submits),
+            ("submitted_operations", &mut thread.submitted),
+            ("harvests", &mut thread.harvests),
+            ("harvested_operations", &mut thread.harvested),
+            ("bounced_requests", &mut thread.bounced),
+            ("late_operations", &mut thread.late),
+            ("submits_refused", &mut thread.submits_refused),
+        ];
+        let mut expected = Vec::new();
+        for (number, (name, counter)) in (1..).zip(counters) {
+            let is_time = name.ends_with("seconds");
+            *counter = if is_time { number * 1_000_000_000 } else { number };
+            let labels = r#"{iothread="iothread-0"}"#;
+            expected.push(format!("ringhaul_iothread_{name}_total{labels} {number}"));
+        }
+        let mut text = Text::default();
+        write_threads(&mut text, &[thread]);
+        let samples: Vec<&str> = text.0.lines().filter(|line| !line.starts_with('#')).collect();
+        assert_eq!(samples, expected);
+    }
+
+    #[test]
+    fn the_state_of_an_export_is_shown_by_gauges() {
+        let spec = serde_json::json!({
+            "name": "vm", "endpoint": { "path": "/vm" }, "device": { "scsi": [] },
+        });
+        let status = ExportStatus {
+            connected: true,
+            lacks_memory: false,
+            sessions: 7,
+            disk_state: DiskState::Late,
+            ..ExportStatus::opening(serde_json::from_value(spec).unwrap())
+        };
+        let lacking = ExportStatus { connected: false, lacks_memory: true, ..status.clone() };
+        for (status, connected, lacks_memory) in [(status, 1, 0), (lacking, 0, 1)] {
+            let mut text = Text::default();
+            write_states(&mut text, &[status]);
+            for (sample, value) in [
+                (r#"export_connected{export="vm"}"#, connected),
+                (r#"export_lacks_memory{export="vm"}"#, lacks_memory),
+                (r#"export_sessions_total{export="vm"}"#, 7),
+                (r#"disk_state{export="vm",state="late"}"#, 1),
+                (r#"disk_state{export="vm",state="ready"}"#, 0),
+            ] {
+                let line = format!("ringhaul_{sample} {value}");
+                assert!(text.0.lines().any(|found| found == line), "{line} is not in {}", text.0);
+            }
         }
     }
 

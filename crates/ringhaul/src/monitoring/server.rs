@@ -327,7 +327,12 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
+    use clap::{Args, FromArgMatches};
+
     use super::*;
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+    use crate::testing::spawn_asleep;
 
     fn status(request: &str) -> String {
         let answer = String::from_utf8(answer(request.as_bytes(), &Weak::new())).unwrap();
@@ -352,6 +357,53 @@ mod tests {
         assert!(text.contains("Content-Length: 8\r\n") && text.ends_with("\r\n\r\n"), "{text}");
     }
 
+    #[test]
+    fn head_has_the_head_of_get() {
+        let text = |method: &str| {
+            let request = format!("{method} /nowhere HTTP/1.1\r\n\r\n");
+            String::from_utf8(answer(request.as_bytes(), &Weak::new())).unwrap()
+        };
+        let (get, head) = (text("GET"), text("HEAD"));
+        assert!(get.starts_with(&head) && get.len() > head.len(), "{get}{head}");
+        assert!(head.ends_with("\r\n\r\n"), "{head}");
+    }
+
+    /// After an upgrade the old process listens for a moment.
+    #[test]
+    fn an_address_in_use_is_waited_for() {
+        let before = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = MetricsAddress::Tcp(before.local_addr().unwrap());
+        std::thread::scope(|scope| {
+            let waits = spawn_asleep(scope, || Listener::bind(&address).map(drop));
+            drop(before);
+            waits.join().unwrap().unwrap();
+        });
+    }
+
+    /// Its disk does not answer.
+    #[test]
+    fn a_daemon_with_an_export_that_is_being_opened_is_healthy_and_not_ready() {
+        let folder = tempfile::tempdir().unwrap();
+        let [server, socket] = ["nbd", "vm"].map(|name| folder.path().join(name));
+        let nbd = std::os::unix::net::UnixListener::bind(&server).unwrap();
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let daemon = Arc::new(daemon);
+        let weak = Arc::downgrade(&daemon);
+        assert_eq!(page("/-/ready", &weak), ("200 OK", "ready\n".to_owned()));
+        let export = serde_json::json!({
+            "name": "vm", "endpoint": { "path": socket },
+            "device": { "blk": { "nbd": { "socket": server, "export": "" } } },
+        });
+        daemon.begin_add(vec![serde_json::from_value(export).unwrap()]).unwrap();
+        let _asked = nbd.accept().unwrap();
+        let (status, text) = page("/-/ready", &weak);
+        assert!(status.starts_with("503 ") && text.ends_with("opened: 1\n"), "{status}: {text}");
+        assert_eq!(page("/-/healthy", &weak).0, "200 OK");
+        drop(nbd);
+    }
+
     /// A client that sends nothing, one that sends too much, and one that reads nothing.
     #[test]
     fn a_client_that_does_not_finish_delays_no_other_one() {
@@ -360,7 +412,7 @@ mod tests {
         let address = MetricsAddress::Unix(path.clone());
         let server = MetricsServer::start(&address, Weak::new()).unwrap();
         let connect = || std::os::unix::net::UnixStream::connect(&path).unwrap();
-        let _silent: Vec<_> = (0..CLIENTS_MAX - 2).map(|_| connect()).collect();
+        let silent: Vec<_> = (0..CLIENTS_MAX - 2).map(|_| connect()).collect();
         let mut large = connect();
         large.write_all(&[b'a'; REQUEST_BYTES_MAX + 1]).unwrap();
         let mut text = String::new();
@@ -371,6 +423,11 @@ mod tests {
         text.clear();
         good.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 503 "), "{text}");
+        // Each of them has its time.
+        for mut stream in silent {
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it keeps its place");
+        }
         drop(server);
         assert!(!path.exists(), "the socket is left");
     }

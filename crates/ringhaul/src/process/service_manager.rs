@@ -208,6 +208,51 @@ mod tests {
         });
     }
 
+    /// Runs in a process of its own, which reports to the socket of its environment.
+    #[test]
+    fn the_manager_is_told_of_each_change_once() {
+        const CHILD: &str = "RINGHAUL_TEST_REPORTS";
+        if std::env::var_os(CHILD).is_some() {
+            drop(reloading());
+            ready();
+            ["a", "a", "b"].into_iter().for_each(status);
+            problem(Some("no\nspace".to_owned()));
+            status("c");
+            problem(None);
+            problem(None);
+            drop(reloading());
+            stopping();
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let manager = UnixDatagram::bind(&path).unwrap();
+        let name = "process::service_manager::tests::the_manager_is_told_of_each_change_once";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", name]).env(CHILD, "1").env(SOCKET, &path);
+        let output = child.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        manager.set_nonblocking(true).unwrap();
+        let mut buffer = [0; 256];
+        let messages = std::iter::from_fn(|| {
+            let bytes = manager.recv(&mut buffer).ok()?;
+            let text = String::from_utf8_lossy(&buffer[..bytes]);
+            text.lines().next().map(str::to_owned)
+        });
+        let expected = [
+            "READY=1",
+            "STATUS=a",
+            "STATUS=b",
+            "STATUS=no\\nspace; b",
+            "STATUS=no\\nspace; c",
+            "STATUS=c",
+            "RELOADING=1",
+            "READY=1",
+            "STOPPING=1",
+        ];
+        assert_eq!(messages.collect::<Vec<_>>(), expected);
+    }
+
     #[test]
     fn signs_of_life_are_given_four_times_in_their_time() {
         let own = std::process::id().to_string();

@@ -128,8 +128,61 @@ fn describe(exports: &[ExportStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::{Args, FromArgMatches};
+
     use super::*;
+    use crate::daemon::Shutdown;
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
     use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec};
+
+    fn daemon() -> (Arc<Daemon>, Shutdown) {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        (Arc::new(daemon), ending)
+    }
+
+    /// The manager ends a daemon whose IoThread hangs.
+    #[test]
+    fn a_sign_of_life_waits_until_every_io_thread_has_turned() {
+        let (daemon, _ending) = daemon();
+        let (turning, turns) = std::sync::mpsc::channel();
+        let now = Instant::now();
+        let interval = Duration::from_secs(1);
+        let mut watchdog = Watchdog { interval, due: now, turns: Some(turns) };
+        let next = |watchdog: &Watchdog| watchdog.turns.as_ref().unwrap().try_recv();
+        watchdog.check(&daemon, now);
+        assert_eq!(next(&watchdog), Err(TryRecvError::Empty), "it is asked again");
+        assert_eq!(watchdog.due, now + interval);
+        turning.send(()).unwrap();
+        drop(turning);
+        // It is not due yet.
+        watchdog.check(&daemon, now);
+        assert_eq!(next(&watchdog), Ok(()));
+        watchdog.check(&daemon, now + interval);
+        assert_eq!(watchdog.due, now + 2 * interval);
+        let (_turning, turns) = std::sync::mpsc::channel();
+        watchdog.turns = None;
+        watchdog.check(&daemon, now + 2 * interval);
+        assert!(watchdog.turns.replace(turns).is_some(), "each sign asks for turns");
+    }
+
+    /// Reports continue with another subscription until the daemon ends.
+    #[test]
+    fn a_reporter_that_fell_behind_goes_on() {
+        let (daemon, ending) = daemon();
+        let reporter = Reporter { daemon: Arc::downgrade(&daemon) };
+        let ended = || {
+            let (subscription, events) = daemon.subscribers().subscribe();
+            drop(subscription);
+            events
+        };
+        assert!(reporter.follow(&ended(), &mut None));
+        let events = ended();
+        drop((ending, daemon));
+        assert!(!reporter.follow(&events, &mut None));
+    }
 
     #[test]
     fn exports_are_counted_by_state() {

@@ -191,3 +191,44 @@ const STATE: &str = "--state=";
 fn state_option(path: &std::path::Path) -> String {
     format!("{STATE}{}", path.display())
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args, FromArgMatches};
+
+    use super::*;
+    use crate::spec::settings::SettingsChange;
+
+    fn options(arguments: &[&str]) -> ProcessOptions {
+        let arguments = arguments.iter().map(|word| (*word).to_owned()).collect();
+        let changes = SettingsChange::default();
+        ProcessOptions { directory: "/".into(), arguments, changes }
+    }
+
+    /// The user has written another command line since the upgrade.
+    #[test]
+    fn options_of_an_upgrade_end_with_its_command_line() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let own = ["--poll-budget=9"];
+        let base = Vec::new();
+        let mut start = Start { args, config: None, options: options(&own), base, state: None };
+        let mut changes = Changes {
+            started: vec!["--poll-budget=8".to_owned()],
+            upgraded: vec!["--poll-max-us=5".to_owned()],
+            ..Changes::default()
+        };
+        start.adopt_upgrades(&mut changes).unwrap();
+        assert_eq!((changes.started, changes.upgraded), (own.map(str::to_owned).to_vec(), vec![]));
+        assert_eq!(start.options.arguments, own);
+    }
+
+    /// The path of the file is no option of an upgrade: each process adds it.
+    #[test]
+    fn the_options_that_an_upgrade_has_added_are_told_from_the_first_ones() {
+        let first = options(&["--disk=null:1M", "--socket-path=/s"]);
+        let all = ["--disk=null:1M", "--socket-path=/s", "--poll-max-us=5", "--state=/state"];
+        let previous = PreviousState { path: None, before: first.clone(), options: options(&all) };
+        assert_eq!(previous.added_to(&first).unwrap(), ["--poll-max-us=5"]);
+    }
+}
