@@ -46,7 +46,11 @@ fn signals_end_an_idle_daemon() -> Result<()> {
     for (signal, name) in signals {
         let folders = test_folders()?;
         let socket = folders.socket("disk.sock");
-        let mut daemon = start(&folders, &socket, "auto")?;
+        let file = folders.disk("disk.img", DISK_BYTES)?;
+        // A caller of the tests may ignore SIGHUP, as nohup does.
+        let mut command = ringhaul_under(&["env", "--default-signal=HUP"])?;
+        command.args(["serve", "--socket-path"]).arg(&socket).arg("--blk-file").arg(&file);
+        let mut daemon = Running::serve(&mut command)?;
         ensure!(socket.exists(), "there is no socket");
         daemon.signal(signal)?;
         daemon.wait_for(name)?;
