@@ -169,6 +169,7 @@ impl Guest {
             memory: Arc::clone(&memory),
             ring: RING,
             inflight,
+            region_is_own: false,
             kick: Some(kick.try_clone().context("duplicating the kick")?),
             call: Some(call.try_clone().context("duplicating the call")?),
             err: None,

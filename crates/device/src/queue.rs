@@ -124,8 +124,8 @@ struct Control {
 
 /// The conditions that decide about pops, answers and stops, beside the ring.
 struct Flags {
-    /// Requests are marked in an inflight region.
-    is_marked: bool,
+    /// Requests that wait may stay in the inflight region when the queue stops.
+    keeps_waiting: bool,
     /// Elements were pushed since the last notify. The notify also checks if the driver wants a
     /// call for elements that were published earlier.
     to_notify: Cell<bool>,
@@ -154,6 +154,7 @@ impl Queue {
         options: QueueOptions,
     ) -> Result<(Rc<Self>, QueueHandle), StartError> {
         let memory = LocalMemory::new(Arc::clone(&setup.memory));
+        let keeps_waiting = setup.keeps_waiting();
         let mut ring = setup.open_ring(memory.clone(), &options)?;
         ring.set_prefetch(options.prefetch);
         ring.set_answer_place(options.answer_place);
@@ -178,7 +179,7 @@ impl Queue {
                 stop: RefCell::default(),
             },
             flags: Flags {
-                is_marked: setup.inflight.is_some(),
+                keeps_waiting,
                 // A call is forced at the first notify.
                 to_notify: Cell::new(true),
                 broken: Cell::new(false),
@@ -188,7 +189,7 @@ impl Queue {
             hooks: PushHooks {
                 // The first push decides.
                 are_due: Cell::new(true),
-                in_order: OrderedCompletion::new(options.in_order && setup.inflight.is_none()),
+                in_order: OrderedCompletion::new(options.in_order && !keeps_waiting),
                 notify_batch: options.notify_batch,
             },
             barrier: RequestBarrier::default(),

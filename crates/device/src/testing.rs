@@ -98,6 +98,7 @@ pub(crate) struct Scene {
     pub(crate) kick: OwnedFd,
     /// Settings of queues that start later.
     pub(crate) inflight: Option<InflightAccount>,
+    pub(crate) region_is_own: bool,
     pub(crate) next_avail: u16,
     pub(crate) run_max: Option<NonZeroU16>,
     pub(crate) in_order: bool,
@@ -143,6 +144,7 @@ impl Scene {
             call: new_eventfd(),
             kick: new_eventfd(),
             inflight: None,
+            region_is_own: false,
             next_avail: 0,
             run_max: None,
             in_order: false,
@@ -164,6 +166,7 @@ impl Scene {
             memory: Arc::clone(&self.memory),
             ring: Ring { next_avail: self.next_avail, ..RING },
             inflight: self.inflight.clone(),
+            region_is_own: self.region_is_own,
             kick: clone(&self.kick),
             call: clone(&self.call),
             err: clone(&self.err),

@@ -251,6 +251,7 @@ impl Export {
             inflight: self.region.as_ref().map(|region| {
                 region.queue(number(queue)).expect("the region has an account for each queue")
             }),
+            region_is_own: false,
             kick,
             call,
             err: None,

@@ -53,6 +53,8 @@ pub(super) struct Channel {
     examiner: Arc<Examiner>,
     /// The bytes of the incoming message so far.
     pub(super) input: Vec<u8>,
+    /// The bytes of `input` at the last call of [`take_new_input`](Self::take_new_input).
+    known_input: usize,
     /// The header of the incoming message, once it is complete.
     header: Option<Header>,
     pub(super) fds: Vec<PeerFd>,
@@ -76,6 +78,7 @@ impl Channel {
             socket: PeerSocket::new(socket, Arc::clone(&examiner)),
             examiner,
             input: Vec::new(),
+            known_input: 0,
             header: None,
             fds: Vec::new(),
             lost_fds: None,
@@ -102,6 +105,23 @@ impl Channel {
     pub(super) fn restore(&mut self, input: Vec<u8>, output: Vec<u8>, now: Instant) {
         self.input_since = (!input.is_empty()).then_some(now);
         (self.input, self.output) = (input, output);
+    }
+
+    /// Returns true if the front-end has sent bytes that were not read.
+    pub(super) fn has_unread(&self) -> bool {
+        self.socket.has_unread()
+    }
+
+    /// Drops the unsent answer.
+    pub(super) fn forget_output(&mut self) {
+        self.output.clear();
+        self.output_fd = None;
+    }
+
+    /// Returns true if a part of a message has come since the last call.
+    pub(super) fn take_new_input(&mut self) -> bool {
+        let before = std::mem::replace(&mut self.known_input, self.input.len());
+        !self.input.is_empty() && self.input.len() != before
     }
 
     /// Reads from the socket, up to the end of one message. `rings` is the number of the
@@ -193,18 +213,11 @@ impl Channel {
         Ok(received?.bytes)
     }
 
-    /// Sends an answer, as far as the socket has room. The previous answer must be sent completely.
-    pub(super) fn send(
-        &mut self,
-        header: Header,
-        body: &[u8],
-        fd: Option<OwnedFd>,
-        now: Instant,
-    ) -> io::Result<()> {
+    /// Adds an answer, to be [sent](Self::flush). The previous answer must be sent completely.
+    pub(super) fn put_answer(&mut self, header: Header, body: &[u8], fd: Option<OwnedFd>) {
         self.output.extend(header.encode());
         self.output.extend(body);
         self.output_fd = fd;
-        self.flush(now).map(|_| ())
     }
 
     /// Continues to send the answer. Returns true if nothing of it is left.
@@ -383,7 +396,8 @@ mod tests {
             let now = start + round * Duration::from_secs(60);
             let mut sent = 0;
             while !channel.has_output() {
-                channel.send(header, &[7; 8], Some(event()), now).unwrap();
+                channel.put_answer(header, &[7; 8], Some(event()));
+                channel.flush(now).unwrap();
                 sent += 1;
             }
             assert!(channel.output_fd.is_some(), "it waits with its answer");

@@ -1,6 +1,8 @@
 //! The device as one front-end has set it up, and the effect of its messages.
 
+mod own_region;
 mod pause;
+mod start;
 mod stop;
 
 use std::io;
@@ -25,7 +27,7 @@ use super::message::{
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
-use super::ring::{RingState, invalid, is_ring_fault, keep_first, ring_size};
+use super::ring::{RingState, invalid, is_ring_fault, ring_size};
 use super::shared_memory::SharedMemory;
 
 /// The device, threads and rules of a session.
@@ -50,6 +52,11 @@ pub(super) struct Connection {
     pub(super) memory: SharedMemory,
     /// The region that marks requests while they are in the device, if the front-end keeps one.
     pub(super) inflight: Option<Inflight>,
+    /// The region that does so for a front-end without one, while the session is kept.
+    pub(super) own_region: Option<Inflight>,
+    /// True until that region is in a kept state.
+    pub(super) own_region_is_new: bool,
+    pub(super) keeps_own_region: bool,
     pub(super) rings: Vec<RingState>,
     pub(super) protocol_features: u64,
     /// True if protocol features were negotiated, so that rings start disabled.
@@ -82,6 +89,9 @@ impl Connection {
             setup,
             memory: SharedMemory::empty(),
             inflight: None,
+            own_region: None,
+            own_region_is_new: false,
+            keeps_own_region: false,
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -115,8 +125,8 @@ impl Connection {
     /// The number of open descriptors of the front-end's rings, memory and inflight region.
     pub(super) fn descriptors(&self) -> usize {
         let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
-        let of_inflight = self.inflight.as_ref().map_or(0, |inflight| inflight.files.len());
-        of_rings + self.memory.files.len() + of_inflight
+        let regions = self.inflight.iter().chain(&self.own_region);
+        of_rings + self.memory.files.len() + regions.map(|all| all.files.len()).sum::<usize>()
     }
 
     /// Notifies the front-end that the configuration has changed. Returns false if it has not
@@ -369,7 +379,8 @@ impl Connection {
                 undo = None;
             }
             Change::Inflight(region) => {
-                self.inflight = Some(region.restore_writeback(&self.setup.device))
+                self.inflight = Some(region.restore_writeback(&self.setup.device));
+                self.own_region = None;
             }
             Change::Size(index, size) => self.rings[index].settings.size = size,
             Change::Addresses(index, addresses) => {
@@ -430,34 +441,6 @@ impl Connection {
     fn undo(&self, rings: Range<usize>) -> Undo {
         let Self { inflight, setup, rings_need_enable, .. } = self;
         Undo::new(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
-    }
-
-    fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
-        let control = self.control_ring;
-        rings.filter(|ring| Some(*ring) != control).for_each(|ring| self.start_ring(ring));
-        self.control_is_due = true;
-        Outcome::Later(Work::Start(start))
-    }
-
-    fn start_ring(&mut self, ring: usize) {
-        let SessionSetup { device, threads, waker, .. } = &self.setup;
-        let index = fits(ring, "the number of a queue");
-        let thread = &threads[ring % threads.len()];
-        let inflight = self.inflight.as_ref().map(|inflight| &inflight.region);
-        let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
-        if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
-            keep_first(&mut self.failure, error);
-        }
-    }
-
-    /// Begins to start the control ring, if there is one, once all other started rings run: task
-    /// management concerns the tasks in them. A ring whose start has failed does not run.
-    fn start_control(&mut self) {
-        let Some(control) = self.control_ring else { return };
-        let mut others = self.rings.iter().enumerate().filter(|(ring, _)| *ring != control);
-        if others.all(|(_, ring)| !ring.settings.started || ring.is_running()) {
-            self.start_ring(control);
-        }
     }
 
     /// Ready once all rings have started or stopped, as requested. An error: one has not.

@@ -62,13 +62,15 @@ mod serve;
 mod session;
 mod session_state;
 mod shared_memory;
+mod state_keeper;
 
 pub use config::PROTOCOL_FEATURES;
 pub use connection::SessionSetup;
 pub use details::{MemoryDetails, QueueDetails, QueueRole, QueueState, SessionDetails};
 pub use examiner::Examiner;
 pub use load::Load;
-pub use passed_fds::{FdIndex, PassedFds};
+pub use passed_fds::{FdIndex, FdSink, PassedFds};
 pub use serve::serve;
 pub use session::{End, Session, SessionProgress};
 pub use session_state::SessionState;
+pub use state_keeper::StateKeeper;

@@ -2,8 +2,34 @@
 
 use std::io;
 
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
+
+/// A receiver of the descriptors that belong to a state.
+pub trait FdSink {
+    /// Adds a descriptor. `name` describes it.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be added.
+    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex>;
+
+    /// Like [`put`](Self::put), for a descriptor that this process has opened or received since the
+    /// last state, perhaps under the number of an earlier one.
+    ///
+    /// # Errors
+    ///
+    /// Like [`put`](Self::put).
+    fn put_new(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        self.put(name, fd)
+    }
+}
+
+impl FdSink for PassedFds {
+    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        Self::put(self, name, fd)
+    }
+}
 
 /// Descriptors in the order in which they are sent. Each has a name, so that a service manager or
 /// another keeper can store them.
@@ -16,6 +42,14 @@ pub struct PassedFds {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct FdIndex(usize);
+
+impl FdIndex {
+    /// The index of the descriptor at this place, counted from 0.
+    #[must_use]
+    pub const fn new(place: usize) -> Self {
+        Self(place)
+    }
+}
 
 impl PassedFds {
     /// Creates the list that was received.

@@ -107,13 +107,14 @@ impl RingState {
         self.is_stopped() && std::mem::take(&mut self.is_paused)
     }
 
-    /// Begins to start queue `index` of the device, if the ring's settings demand and allow it.
+    /// Begins to start queue `index` of the device, if the ring's settings demand and allow it. The
+    /// inflight region comes with true if it is the daemon's own.
     pub(super) fn begin_start(
         &mut self,
         index: u16,
         device: &Device,
         memory: &Arc<GuestMemory>,
-        inflight: Option<&InflightRegion>,
+        inflight: Option<(&InflightRegion, bool)>,
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
@@ -130,7 +131,7 @@ impl RingState {
     fn queue_setup(
         &self,
         memory: &Arc<GuestMemory>,
-        inflight: Option<&InflightRegion>,
+        inflight: Option<(&InflightRegion, bool)>,
         index: u16,
     ) -> io::Result<Option<QueueSetup>> {
         let RingSettings { size, addresses, started, enabled, kick } = &self.settings;
@@ -146,9 +147,10 @@ impl RingState {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
             inflight: inflight
-                .map(|region| region.queue(index))
+                .map(|(region, _)| region.queue(index))
                 .transpose()
                 .map_err(io::Error::other)?,
+            region_is_own: inflight.is_some_and(|(_, is_own)| is_own),
             kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref().map(Call::eventfd))?,
             err: clone(self.err.as_ref())?,

@@ -1,5 +1,8 @@
 //! One front-end's connection, from its first byte to its end, as a state machine that never waits.
 
+mod keeping;
+mod pause;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -19,8 +22,8 @@ use super::load::Load;
 use super::message::{Header, code};
 use super::outcome::{Outcome, Refusal, Work};
 use super::passed_fds::PassedFds;
-use super::ring::is_ring_fault;
 use super::session_state::{RestoredSession, SessionState};
+use super::state_keeper::StateKeeper;
 
 /// The time that a front-end may be connected without a message, because another may wait for its
 /// place.
@@ -71,6 +74,8 @@ pub struct Session {
     pause_requested: bool,
     /// True if the front-end is to read the configuration space again after the pause.
     config_changed: bool,
+    /// Keeps the state for the case that this process is killed.
+    keeper: Option<Box<dyn StateKeeper>>,
 }
 
 enum Stage {
@@ -114,6 +119,7 @@ impl Session {
             silence: Some(now + SILENCE_LIMIT),
             pause_requested: false,
             config_changed: false,
+            keeper: None,
         }
     }
 
@@ -133,44 +139,8 @@ impl Session {
         let RestoredSession { channel, connection, config_changed } =
             state.take_over(setup, fds, now)?;
         let stage = Stage::Paused;
-        Ok(Self { channel, connection, stage, silence, pause_requested: true, config_changed })
-    }
-
-    /// Begins to pause: the session finishes its current message, stops reading, and stops its
-    /// queues. The front-end notices only the pause.
-    pub fn begin_pause(&mut self) {
-        self.pause_requested = true;
-    }
-
-    /// Returns true if waiting requests do not delay a pause.
-    pub fn leaves_waiting(&self) -> bool {
-        self.connection.leaves_waiting()
-    }
-
-    /// Returns true if the session has paused.
-    pub fn is_paused(&self) -> bool {
-        matches!(self.stage, Stage::Paused)
-    }
-
-    /// Ends a pause, or cancels one that was to come.
-    pub fn begin_resume(&mut self) {
-        self.channel.lend(false);
-        self.pause_requested = false;
-    }
-
-    /// Returns true if all rings that were to start again have.
-    pub fn has_resumed(&self) -> bool {
-        !matches!(self.stage, Stage::Pausing | Stage::Paused | Stage::Resuming)
-    }
-
-    /// Describes the session, which is paused, for another process.
-    ///
-    /// # Errors
-    ///
-    /// If no descriptor is left.
-    pub fn hand_over(&self, fds: &mut PassedFds) -> io::Result<SessionState> {
-        assert!(self.is_paused(), "a queue may run");
-        SessionState::new(&self.channel, &self.connection, self.silence.is_none(), fds)
+        let (pause_requested, keeper) = (true, None);
+        Ok(Self { channel, connection, stage, silence, pause_requested, config_changed, keeper })
     }
 
     /// Lets the front-end be silent for ever, because no other waits for its place.
@@ -219,46 +189,6 @@ impl Session {
             }
             Stage::Ended => SessionProgress::Waiting,
         }
-    }
-
-    /// Continues with a pause, or with its end.
-    fn pause(&mut self, stage: Stage, now: Instant) -> SessionProgress {
-        let is_gone = self.channel.is_hung_up();
-        if self.pause_requested && !matches!(stage, Stage::Resuming) {
-            if is_gone {
-                self.connection.stop_remaining();
-            }
-            let settled = self.connection.settle();
-            self.stage = if settled.is_pending() { stage } else { Stage::Paused };
-            let Poll::Ready(Err(error)) = settled else { return SessionProgress::Waiting };
-            self.end(End::Dropped(error.to_string()));
-            return self.progress(now);
-        }
-        if is_gone {
-            self.end(End::Gone(None));
-            return self.progress(now);
-        }
-        if std::mem::take(&mut self.config_changed) {
-            self.connection.send_config_change();
-        }
-        if !matches!(stage, Stage::Resuming) {
-            self.connection.begin_resume();
-        }
-        self.stage = Stage::Resuming;
-        match self.connection.resume() {
-            Poll::Pending => return SessionProgress::Waiting,
-            Poll::Ready(Ok(())) => {}
-            Poll::Ready(Err(error)) if is_ring_fault(&error) => {
-                self.stage = Stage::Ready;
-                return SessionProgress::RingLost(error.to_string());
-            }
-            Poll::Ready(Err(error)) => {
-                self.end(End::Dropped(error.to_string()));
-                return self.progress(now);
-            }
-        }
-        self.stage = Stage::Ready;
-        SessionProgress::Handled
     }
 
     /// Begins to disconnect the front-end. The hang-up comes only when all its requests are
@@ -354,8 +284,13 @@ impl Session {
     }
 
     fn listen(&mut self, now: Instant) -> SessionProgress {
+        let had_output = self.channel.has_output();
+        let flushed = self.channel.flush(now);
+        if had_output {
+            self.keep_sent();
+        }
         let (rings, waker) = (self.connection.descriptors(), &self.connection.setup.waker);
-        let received = match self.channel.flush(now) {
+        let received = match flushed {
             Ok(true) => self.channel.receive(now, rings, waker),
             Ok(false) => Received::Nothing,
             Err(error) => Received::Closed(Some(error)),
@@ -363,13 +298,17 @@ impl Session {
         let end = match received {
             Received::Message(message) => {
                 self.silence = None;
+                self.keep(Some(&message));
                 let header = message.header;
                 let outcome = self.connection.handle(message);
                 return self.conclude(header, outcome, now, now);
             }
             Received::Nothing => match self.next_deadline() {
                 Some((deadline, what)) if now >= deadline => End::Dropped(what.to_owned()),
-                _ => return SessionProgress::Waiting,
+                _ => {
+                    self.keep_input();
+                    return SessionProgress::Waiting;
+                }
             },
             Received::Closed(error) => End::Gone(error.map(|error| error.to_string())),
             Received::Invalid(what) => End::Dropped(what),
@@ -408,6 +347,7 @@ impl Session {
                     return self.answer(header, (&ACK, None), None, now);
                 }
                 Outcome::Done => {
+                    self.keep(None);
                     self.stage = Stage::Ready;
                     return SessionProgress::Handled;
                 }
@@ -430,6 +370,7 @@ impl Session {
             self.end(End::Dropped(text));
             return self.progress(now);
         }
+        self.keep(None);
         self.stage = Stage::Ready;
         SessionProgress::Refused(text)
     }
@@ -475,7 +416,11 @@ impl Session {
         now: Instant,
     ) -> SessionProgress {
         self.stage = Stage::Ready;
-        if let Err(error) = self.channel.send(header.reply(body.len()), body, fd, now) {
+        self.channel.put_answer(header.reply(body.len()), body, fd);
+        self.keep(None);
+        let flushed = self.channel.flush(now);
+        self.keep_sent();
+        if let Err(error) = flushed {
             self.end(End::Gone(Some(error.to_string())));
             return self.progress(now);
         }

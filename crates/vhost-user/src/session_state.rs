@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use device::Negotiated;
+use rustix::fd::AsFd;
 use serde::{Deserialize, Serialize};
 
 use super::call::{Call, CallRelay};
-use super::channel::Channel;
+use super::channel::{Channel, Message};
 use super::config;
 use super::connection::{Connection, SessionSetup};
 use super::inflight::Inflight;
 use super::message::{InflightArea, Region, RingAddresses};
-use super::passed_fds::{FdIndex, PassedFds};
+use super::passed_fds::{FdIndex, FdSink, PassedFds};
 use super::peer_fds::PeerFd;
 use super::ring::{RingState, invalid};
 use super::shared_memory::{MemoryFile, SharedMemory};
@@ -32,6 +33,9 @@ pub struct SessionState {
     negotiated: Negotiated,
     memory: Vec<RegionState>,
     inflight: Option<InflightState>,
+    /// The daemon's own inflight region, of a session that was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    own_region: Option<InflightState>,
     backend_channel: Option<FdIndex>,
     rings: Vec<RingFields>,
 }
@@ -66,7 +70,7 @@ struct InflightState {
     queue_size: u16,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct RingFields {
     size: u16,
@@ -94,7 +98,7 @@ impl SessionState {
         channel: &Channel,
         connection: &Connection,
         is_patient: bool,
-        fds: &mut PassedFds,
+        fds: &mut dyn FdSink,
     ) -> io::Result<Self> {
         let memory = RegionState::all(&connection.memory.files, fds)?;
         let inflight =
@@ -111,10 +115,52 @@ impl SessionState {
             negotiated: connection.setup.device.negotiated(),
             memory,
             inflight,
-            backend_channel: fds
-                .put_some("back-end channel", connection.backend_channel.as_ref())?,
+            own_region: None,
+            backend_channel: put_some(
+                fds,
+                "back-end channel",
+                connection.backend_channel.as_ref(),
+            )?,
             rings,
         })
+    }
+
+    /// Describes a session whose queues may run, with its own inflight region, and with a message
+    /// that it has read and is to carry out.
+    pub(super) fn for_keeper(
+        channel: &Channel,
+        connection: &Connection,
+        is_patient: bool,
+        message: Option<&Message>,
+        fds: &mut dyn FdSink,
+    ) -> io::Result<Self> {
+        let mut state = Self::new(channel, connection, is_patient, fds)?;
+        if let Some(message) = message {
+            state.channel.put_back(message, fds)?;
+        }
+        let own_region = connection.own_region.as_ref();
+        let is_new = connection.own_region_is_new;
+        let own_region = own_region.map(|region| match is_new {
+            true => InflightState::from_new_region(region, fds),
+            false => InflightState::from_region(region, fds),
+        });
+        state.own_region = own_region.transpose()?;
+        // Devices offer many queues, and front-ends use few.
+        let used = state.rings.iter().rposition(|ring| *ring != RingFields::default());
+        state.rings.truncate(used.map_or(0, |last| last + 1));
+        Ok(state)
+    }
+
+    /// Adds the unused rings of a device with this many to the state of a keeper.
+    pub(super) fn add_unused_rings(&mut self, count: usize) {
+        let used = self.rings.len();
+        self.rings.resize_with(count.max(used), RingFields::default);
+    }
+
+    /// Drops the unsent answer: the front-end has it.
+    pub fn forget_answer(&mut self) {
+        self.channel.output.clear();
+        self.channel.output_fd = None;
     }
 
     /// Takes the session over, as far as that has no effect: no queue runs yet.
@@ -149,6 +195,9 @@ impl SessionState {
         if let Some(inflight) = self.inflight {
             connection.inflight = Some(inflight.map(&connection.setup, fds)?);
         }
+        if let Some(region) = self.own_region {
+            connection.own_region = Some(region.map(&connection.setup, fds)?);
+        }
         let Connection { rings, relay, setup, .. } = &mut connection;
         for (ring, fields) in rings.iter_mut().zip(self.rings) {
             // A ring that does not fit into the memory did not run in the old process either.
@@ -162,17 +211,31 @@ impl SessionState {
 }
 
 impl ChannelState {
-    fn from_channel(channel: &Channel, fds: &mut PassedFds) -> io::Result<Self> {
-        let socket = fds.put("connection", channel)?;
-        let of_message = channel.fds.iter().map(|fd| fds.put("of a message", fd));
+    fn from_channel(channel: &Channel, fds: &mut dyn FdSink) -> io::Result<Self> {
+        let socket = fds.put("connection", channel.as_fd())?;
+        let of_message = channel.fds.iter().map(|fd| fds.put_new("of a message", fd.as_fd()));
         Ok(Self {
             socket,
             input: channel.input.clone(),
             fds: of_message.collect::<io::Result<_>>()?,
             lost_fds: channel.lost_fds.clone(),
             output: channel.output.clone(),
-            output_fd: fds.put_some("of an answer", channel.output_fd.as_ref())?,
+            output_fd: channel
+                .output_fd
+                .as_ref()
+                .map(|fd| fds.put_new("of an answer", fd.as_fd()))
+                .transpose()?,
         })
+    }
+
+    /// Puts a message back that was taken from the channel.
+    fn put_back(&mut self, message: &Message, fds: &mut dyn FdSink) -> io::Result<()> {
+        let Message { header, body, fds: of_message, lost_fds } = message;
+        self.input = [&header.encode()[..], body].concat();
+        let of_message = of_message.iter().map(|fd| fds.put_new("of a message", fd.as_fd()));
+        self.fds = of_message.collect::<io::Result<_>>()?;
+        self.lost_fds.clone_from(lost_fds);
+        Ok(())
     }
 
     fn take_over(
@@ -196,9 +259,18 @@ impl ChannelState {
 }
 
 impl InflightState {
-    fn from_region(inflight: &Inflight, fds: &mut PassedFds) -> io::Result<Self> {
+    fn from_region(inflight: &Inflight, fds: &mut dyn FdSink) -> io::Result<Self> {
         let InflightArea { queues, queue_size, .. } = inflight.area;
         Ok(Self { memory: RegionState::all(&inflight.files, fds)?, queues, queue_size })
+    }
+
+    fn from_new_region(inflight: &Inflight, fds: &mut dyn FdSink) -> io::Result<Self> {
+        let InflightArea { queues, queue_size, .. } = inflight.area;
+        let memory = inflight.files.iter().map(|memory| {
+            let file = fds.put_new("own region", memory.file.file().as_fd())?;
+            Ok(RegionState::new(memory.region, file))
+        });
+        Ok(Self { memory: memory.collect::<io::Result<_>>()?, queues, queue_size })
     }
 
     fn map(self, setup: &SessionSetup, fds: &mut PassedFds) -> io::Result<Inflight> {
@@ -214,14 +286,17 @@ impl InflightState {
 }
 
 impl RegionState {
-    fn all(files: &[MemoryFile], fds: &mut PassedFds) -> io::Result<Vec<Self>> {
+    fn all(files: &[MemoryFile], fds: &mut dyn FdSink) -> io::Result<Vec<Self>> {
         files.iter().map(|file| Self::from_file(file, fds)).collect()
     }
 
-    fn from_file(memory: &MemoryFile, fds: &mut PassedFds) -> io::Result<Self> {
-        let Region { guest_addr, size, user_addr, file_offset } = memory.region;
-        let file = fds.put("memory", memory.file.file())?;
-        Ok(Self { guest_addr, size, user_addr, file_offset, file })
+    fn from_file(memory: &MemoryFile, fds: &mut dyn FdSink) -> io::Result<Self> {
+        Ok(Self::new(memory.region, fds.put("memory", memory.file.file().as_fd())?))
+    }
+
+    fn new(region: Region, file: FdIndex) -> Self {
+        let Region { guest_addr, size, user_addr, file_offset } = region;
+        Self { guest_addr, size, user_addr, file_offset, file }
     }
 
     fn map(list: Vec<Self>, setup: &SessionSetup, fds: &mut PassedFds) -> io::Result<SharedMemory> {
@@ -238,7 +313,7 @@ impl RegionState {
 }
 
 impl RingFields {
-    fn from_ring(ring: &RingState, fds: &mut PassedFds) -> io::Result<Self> {
+    fn from_ring(ring: &RingState, fds: &mut dyn FdSink) -> io::Result<Self> {
         let settings = &ring.settings;
         let addresses = settings.addresses.map(|addresses| {
             let RingAddresses { desc_table, avail_ring, used_ring } = addresses;
@@ -250,9 +325,9 @@ impl RingFields {
             started: settings.started,
             enabled: settings.enabled,
             next_avail: ring.next_avail,
-            kick: fds.put_some("kick", settings.kick.as_deref())?,
-            call: fds.put_some("call", ring.call.as_ref().map(Call::peer_fd))?,
-            err: fds.put_some("err", ring.err.as_ref())?,
+            kick: put_some(fds, "kick", settings.kick.as_deref())?,
+            call: put_some(fds, "call", ring.call.as_ref().map(Call::peer_fd))?,
+            err: put_some(fds, "err", ring.err.as_ref())?,
         })
     }
 
@@ -282,4 +357,12 @@ impl RingFields {
         ring.err = fds.take_some(self.err)?;
         Ok(())
     }
+}
+
+fn put_some(
+    fds: &mut dyn FdSink,
+    name: &str,
+    fd: Option<impl AsFd>,
+) -> io::Result<Option<FdIndex>> {
+    fd.map(|fd| fds.put(name, fd.as_fd())).transpose()
 }

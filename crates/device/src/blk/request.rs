@@ -815,17 +815,24 @@ mod tests {
     #[test]
     fn a_queue_that_may_leave_requests_waits_for_one_step_of_a_long_one() {
         const BUFFERS: u64 = 14;
-        for (request, kind, is_marked) in [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT]
-            .into_iter()
-            .flat_map(|it| [(it, StopKind::KeepInflight, true), (it, StopKind::DriverGone, true)])
-            .chain(
-                [StopKind::Pause, StopKind::DriverGone].map(|kind| (VIRTIO_BLK_T_OUT, kind, false)),
-            )
-        {
+        let stops = [
+            (StopKind::KeepInflight, Some(false)),
+            (StopKind::DriverGone, Some(false)),
+            (StopKind::KeepInflight, Some(true)),
+            (StopKind::DriverGone, Some(true)),
+            (StopKind::Pause, None),
+            (StopKind::DriverGone, None),
+        ];
+        let all = stops.into_iter().flat_map(|(kind, is_own)| {
+            [VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT].map(|request| (request, kind, is_own))
+        });
+        for (request, kind, region_is_own) in all {
             let mut scene = Scene::new();
-            if is_marked {
+            if let Some(is_own) = region_is_own {
                 scene.mark_requests();
+                scene.region_is_own = is_own;
             }
+            let is_marked = region_is_own == Some(false);
             let (device, handle) = begin_long(&mut scene, request, BUFFERS);
             let whole = BUFFERS * u64::from(LONG_BUFFER_BYTES);
             assert_eq!(scene.wait(&handle.begin_stop(kind)), 1);

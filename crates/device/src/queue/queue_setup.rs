@@ -23,6 +23,9 @@ pub struct QueueSetup {
     pub ring: Ring,
     /// The region that marks requests while they are in the device, for the next process.
     pub inflight: Option<InflightAccount>,
+    /// True if the region serves only the case that this process is killed: the driver's side does
+    /// not know it. A queue that stops then finishes its requests, as without a region.
+    pub region_is_own: bool,
     /// Written by the driver after it has made chains available. `None`: the driver never kicks.
     pub kick: Option<OwnedFd>,
     /// An eventfd to add to when the driver should check the used ring. `None`: the driver polls.
@@ -57,7 +60,13 @@ impl QueueSetup {
     /// `err`. The driver kicks through the eventfd `kick`, and the device calls through `call`.
     #[must_use]
     pub fn new(memory: Arc<GuestMemory>, ring: Ring, kick: OwnedFd, call: OwnedFd) -> Self {
-        Self { memory, ring, inflight: None, kick: Some(kick), call: Some(call), err: None }
+        let (kick, call) = (Some(kick), Some(call));
+        Self { memory, ring, inflight: None, region_is_own: false, kick, call, err: None }
+    }
+
+    /// Returns true if requests that wait may be left in the region for the next start.
+    pub(crate) fn keeps_waiting(&self) -> bool {
+        self.inflight.is_some() && !self.region_is_own
     }
 
     /// Opens the ring at its last state: the state of an earlier process, if there is an inflight

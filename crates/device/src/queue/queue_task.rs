@@ -569,9 +569,14 @@ mod tests {
 
     #[test]
     fn answers_wait_for_their_turn_where_they_must_be_in_order() {
-        for in_order in [false, true] {
+        // The front-end of the last two has no region either.
+        for (in_order, is_marked) in [(false, false), (true, false), (false, true), (true, true)] {
             let mut scene = Scene::new();
             scene.in_order = in_order;
+            if is_marked {
+                scene.mark_requests();
+                scene.region_is_own = true;
+            }
             let heads: Vec<u16> = (0..6).map(|_| scene.offer_without_kick(&buffer())).collect();
             let done: Vec<u16> = [2, 1, 0, 5, 3, 4].map(|at| heads[at]).into();
             let handle = scene.start(Shuffled(Rc::default(), done.clone()));

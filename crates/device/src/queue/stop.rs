@@ -71,7 +71,7 @@ impl Queue {
     /// The kind of the stop, as far as this queue can follow it.
     pub(crate) fn stop_kind(&self) -> StopKind {
         let kind = self.control.stop.borrow().as_ref().map_or(StopKind::Final, |stop| stop.kind);
-        let can_keep = self.flags.is_marked && !self.flags.broken.get();
+        let can_keep = self.flags.keeps_waiting && !self.flags.broken.get();
         match kind {
             StopKind::KeepInflight if !can_keep => StopKind::Final,
             StopKind::DriverGone if can_keep => StopKind::KeepInflight,

@@ -113,7 +113,7 @@ impl Connection {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
         self.relay = CallRelay::default();
-        self.inflight = None;
+        (self.inflight, self.own_region) = (None, None);
         if let Some(channel) = self.backend_channel.take() {
             drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
         }

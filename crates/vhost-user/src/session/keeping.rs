@@ -1,0 +1,80 @@
+//! The state of a session that outlives a killed process.
+
+use std::io;
+use std::time::Instant;
+
+use super::Session;
+use crate::channel::Message;
+use crate::connection::SessionSetup;
+use crate::passed_fds::PassedFds;
+use crate::session_state::SessionState;
+use crate::state_keeper::StateKeeper;
+
+impl Session {
+    /// Keeps the state of the session by `keeper` from now on. Where the front-end keeps no
+    /// inflight region, rings that start from now on have one that belongs to the state.
+    pub fn keep_with(&mut self, keeper: Box<dyn StateKeeper>) {
+        self.connection.keeps_own_region = true;
+        let before = self.keeper.replace(keeper);
+        self.keep(None);
+        drop(before);
+    }
+
+    /// Keeps no state any longer.
+    pub fn stop_keeping(&mut self) {
+        self.keeper = None;
+    }
+
+    /// Continues a session of a killed process from its last state. It is paused.
+    ///
+    /// # Errors
+    ///
+    /// If this device or process cannot continue the session.
+    pub fn continue_killed(
+        mut state: SessionState,
+        setup: SessionSetup,
+        fds: &mut PassedFds,
+        now: Instant,
+    ) -> io::Result<Self> {
+        state.add_unused_rings(setup.device.num_queues().into());
+        let mut session = Self::take_over(state, setup, fds, now)?;
+        session.connection.keeps_own_region = true;
+        // The process may have sent the answer and died before it noted that. A front-end that has
+        // sent its next message has read the answer.
+        if session.channel.has_unread() {
+            session.channel.forget_output();
+        }
+        Ok(session)
+    }
+
+    /// Keeps the present state. It still has `message`, which is to be carried out.
+    pub(super) fn keep(&mut self, message: Option<&Message>) {
+        let Some(keeper) = &mut self.keeper else { return };
+        self.connection.prepare_own_region();
+        keeper.begin();
+        let (connection, is_patient) = (&self.connection, self.silence.is_none());
+        let sink = &mut **keeper;
+        let state = SessionState::for_keeper(&self.channel, connection, is_patient, message, sink);
+        keeper.keep(state);
+        self.connection.own_region_is_new = false;
+    }
+
+    /// Keeps a partly read message.
+    pub(super) fn keep_input(&mut self) {
+        if self.channel.take_new_input() {
+            self.keep(None);
+        }
+    }
+
+    /// Notes that the answer is sent, or keeps the unsent rest.
+    pub(super) fn keep_sent(&mut self) {
+        if self.channel.has_output() {
+            self.keep(None);
+        } else if let Some(keeper) = &mut self.keeper {
+            keeper.note_sent();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
