@@ -5,7 +5,6 @@ mod calls;
 mod completion;
 mod connection;
 mod doctor;
-mod files;
 mod show;
 mod top;
 pub(crate) mod upgrade;
@@ -49,7 +48,6 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
         print(&format!("{:#}\n", control_socket::schema()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let is_raw = matches!(args.what, CtlCommand::Call { .. });
     // Invalid words fail here, before any daemon is contacted.
     let calls = calls::calls_of(&args.what)?;
     if let CtlCommand::Upgrade { binary, option, retry } = &args.what {
@@ -69,13 +67,13 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let names: Vec<String> = calls.iter().map(|(_, params)| calls::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
-        let mut asked = ask(&mut daemon, method, params.clone(), (form, is_raw))?;
+        let mut asked = ask(&mut daemon, method, params.clone(), form)?;
         if let Err(Refusal { code: HANDED_OVER, .. }) = asked
             && let Ok(next) = Connection::new(&control)
         {
             // The command waited for an upgrade, so the new process carries it out.
             daemon = next;
-            asked = ask(&mut daemon, method, params, (form, is_raw))?;
+            asked = ask(&mut daemon, method, params, form)?;
         }
         match asked {
             Ok(()) if ["export.add", "lun.add"].contains(&method) => {
@@ -128,7 +126,7 @@ fn ask(
     daemon: &mut Connection,
     method: &str,
     mut params: Value,
-    (form, is_raw): (Form, bool),
+    form: Form,
 ) -> Result<Result<(), Refusal>> {
     if let Some(more) = params.as_object_mut().and_then(|params| params.remove(calls::MORE_BYTES)) {
         // The daemon accepts absolute sizes only.
@@ -146,12 +144,7 @@ fn ask(
             },
         }
     }
-    let answered = match method {
-        // The paths of a raw call begin in the folder of the daemon.
-        "export.add" | "lun.add" if !is_raw => files::add(daemon, method, &params)?,
-        _ => daemon.call(method, &params)?,
-    };
-    let answer = match answered {
+    let answer = match daemon.call(method, &params)? {
         Ok(answer) => answer,
         Err(refusal) => return Ok(Err(refusal)),
     };

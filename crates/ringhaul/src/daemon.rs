@@ -29,8 +29,9 @@ use crate::control::{
 };
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
+use crate::fd_store::FdStore;
 use crate::log::export_span;
-use crate::open::disk::{OpenDisk, PassedFiles};
+use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
 use crate::process::limits::MemoryLimits;
@@ -41,7 +42,7 @@ use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
-use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::threads::engines::{EngineChoice, Thread, Threads, choose, set_up};
 use crate::threads::ownership::{Ownership, PassedOn};
 use crate::threads::shutdown::{Event, Outcome, wait_for_shutdown};
@@ -56,6 +57,8 @@ pub struct Daemon {
     control: Control,
     limits: MemoryLimits,
     inherited: InheritedSockets,
+    /// `None`: no service manager keeps descriptors.
+    fd_store: Option<Arc<FdStore>>,
     shared_disks: SharedDisks,
     groups: Arc<LimitGroups>,
     pool: Lock<Pool>,
@@ -103,6 +106,7 @@ impl Daemon {
     ///
     /// When the kernel has no thread or descriptor left.
     pub fn start(args: ServeArgs, inherited: InheritedSockets) -> Result<(Self, Shutdown)> {
+        let fd_store = FdStore::open(args.keep_connections, inherited.take_stored())?;
         let thread_watch = Arc::new(Lock::new(ThreadWatch::new()));
         let (events, received) = mpsc::channel();
         let ended = events.clone();
@@ -118,6 +122,7 @@ impl Daemon {
             control,
             limits,
             inherited,
+            fd_store,
             shared_disks: SharedDisks::default(),
             groups: Arc::default(),
             pool: Lock::new(Pool { threads, exports: 0 }),
@@ -141,19 +146,6 @@ impl Daemon {
     ///
     /// When the command cannot be carried out. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
-        self.handle_with(command, &PassedFiles::default())
-    }
-
-    /// Like [`handle`](Self::handle), with files that came with the command.
-    ///
-    /// # Errors
-    ///
-    /// Like [`handle`](Self::handle).
-    pub(crate) fn handle_with(
-        &self,
-        command: Command,
-        passed: &PassedFiles,
-    ) -> Result<Reply, CommandError> {
         let part = ChangedPart::of_command(&command);
         // A hand-over does not include changes of exports after its description.
         let changes_exports = match &part {
@@ -162,19 +154,19 @@ impl Daemon {
             None => matches!(command, Command::Resize(..)),
         };
         let _running = changes_exports.then(|| self.ownership.begin_command()).transpose()?;
-        let done = self.carry_out(command, passed);
+        let done = self.carry_out(command);
         self.keep(part.as_ref(), done)
     }
 
-    fn carry_out(&self, command: Command, passed: &PassedFiles) -> Result<Reply, CommandError> {
+    fn carry_out(&self, command: Command) -> Result<Reply, CommandError> {
         match command {
-            Command::Add(specs) => self.add(specs, false, passed),
+            Command::Add(specs) => self.add(specs, false),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
             Command::Stats(reader) => self.stats(reader),
             Command::Set(change) => self.set(&change),
-            Command::AddUnit(export, unit) => self.add_unit(export, *unit, passed),
+            Command::AddUnit(export, unit) => self.add_unit(export, *unit),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
             Command::SetDisk(export, place, change) => self.set_disk(export, place, change),
@@ -215,11 +207,23 @@ impl Daemon {
             Ok(made) => made,
             Err(error) => return Err(export.fail(error)),
         };
-        let line = spec.serving_line(&disks);
+        let line = serving(spec, &disks);
         let disks = disks.into_iter().map(|disk| disk.source).collect();
         let threads = threads.into_iter().map(|thread| thread.remote).collect();
         let (limits, groups) = (self.limits.clone(), Arc::clone(&self.groups));
-        Ok(ExportSetup { log, disks, device, endpoint, threads, limits, groups, line, export })
+        let fd_store = self.fd_store.clone();
+        Ok(ExportSetup {
+            log,
+            disks,
+            device,
+            endpoint,
+            threads,
+            limits,
+            groups,
+            fd_store,
+            line,
+            export,
+        })
     }
 
     fn make_device(
@@ -249,11 +253,6 @@ impl Daemon {
     /// The start of the counters, in seconds since 1970.
     pub(crate) fn start_time(&self) -> u64 {
         self.start_time.load(Ordering::Relaxed)
-    }
-
-    /// Sets the start of the counters of the process from which this one takes over.
-    pub(crate) fn set_start_time(&self, seconds: u64) {
-        self.start_time.store(seconds, Ordering::Relaxed);
     }
 
     fn stats(&self, reader: StatsReader) -> Result<Reply, CommandError> {
@@ -286,12 +285,7 @@ impl Daemon {
         Ok(Reply::Settings(settings))
     }
 
-    fn add_unit(
-        &self,
-        export: String,
-        unit: UnitSpec,
-        passed: &PassedFiles,
-    ) -> Result<Reply, CommandError> {
+    fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
         let (place, asked) = (unit.place(), Instant::now());
         let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
@@ -303,9 +297,8 @@ impl Daemon {
             false => CommandError::UnitCancelled(export.clone(), place),
         };
         let lease_id = lease_id(&endpoint, Some(place));
-        let files = passed.get(&Some(place));
-        let opened = export_span(&log_name)
-            .in_scope(|| OpenDisk::open(&named, lease_id, &cancel_token, files));
+        let opened =
+            export_span(&log_name).in_scope(|| OpenDisk::open(&named, lease_id, &cancel_token));
         let mut disk = opened.map_err(|error| unless_given_up(error.into()))?;
         self.groups.join(&disk.source, &named.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
@@ -488,5 +481,18 @@ fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess
         (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => {
             unreachable!("a disk was found at this place")
         }
+    }
+}
+
+/// Formats the log line that announces an export.
+fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
+    let what = match (&spec.device, disks) {
+        (DeviceSpec::Blk(_), [disk]) => format!("{}: {}", disk.name, disk.summary),
+        (_, [_]) => "virtio-scsi, 1 logical unit".to_owned(),
+        (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
+    };
+    match &spec.endpoint {
+        EndpointSpec::Path(path) => format!("{what}; serving on {}", path.display()),
+        EndpointSpec::Fd(_) => format!("{what}; serving on an inherited socket"),
     }
 }

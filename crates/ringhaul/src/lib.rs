@@ -6,6 +6,7 @@
 pub mod control;
 pub mod control_socket;
 pub mod daemon;
+pub mod fd_store;
 pub mod log;
 pub mod monitoring;
 pub mod open;

@@ -20,6 +20,7 @@ use ringhaul_options::{EngineChoice, OnOff, parse_duration, parse_size};
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
+use crate::fd_store::KeepConnections;
 use crate::sandbox::SandboxMode;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::switches::Switches;
@@ -210,15 +211,11 @@ pub struct ServeArgs {
     /// changes.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub state: Option<PathBuf>,
-    /// The members of this group may connect to the control socket too. They use disks that they
-    /// can open themselves, and disks in `--allow-disk-dir`. They place sockets beside the control
-    /// socket or in `--allow-socket-dir`.
+    /// The members of this group may connect to the control socket too. They name disks in
+    /// `--allow-disk-dir` alone, and place sockets beside the control socket or in
+    /// `--allow-socket-dir`.
     #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
-    /// The members of this group may connect to the control socket too, and only query: `list`,
-    /// `show`, `stats`, `metrics`, `top`, `doctor`, `events` and the log.
-    #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
-    pub control_read_group: Option<String>,
     /// Disks that are added later may be files in this folder and its subfolders; may be repeated.
     /// Commands of `--control-group` may name files there; no link leads out of it. The sandbox
     /// permits disks there too.
@@ -239,6 +236,12 @@ pub struct ServeArgs {
     // looks for this option before it parses them, and never sets the field.
     #[arg(help_heading = "Socket", long)]
     pub print_capabilities: bool,
+    /// Let the service manager keep the connections and the memory of front-ends, so that guests
+    /// lose nothing when the daemon is killed, whatever their VMM does. `on` needs
+    /// `FileDescriptorStoreMax=` in the unit of systemd; `auto`: if systemd 254 or later states
+    /// that it stores descriptors.
+    #[arg(help_heading = "Socket", long, value_name = "WHEN", default_value = "auto")]
+    pub keep_connections: KeepConnections,
     /// Threads that serve queues.
     ///
     /// They serve disks of all engines. Thread E + I modulo N serves queue I of export E.

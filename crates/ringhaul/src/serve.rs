@@ -82,7 +82,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     }
     // Before the state is read: a daemon that listens there usually owns the state, too.
     let control = match (inherited.control(args.control.as_deref())?, &args.control) {
-        (None, Some(path)) => Some(ControlSocket::bind(path, access.groups)?),
+        (None, Some(path)) => Some(ControlSocket::bind(path, access.group)?),
         (passed, _) => passed,
     };
     let mut start = Start::read(args, config)?;
@@ -244,6 +244,7 @@ fn end(
     opening.into_iter().for_each(OpeningThread::settle);
     if outcome == Outcome::Clean {
         daemon.saved_state().into_iter().for_each(SavedState::end);
+        daemon.forget_killed();
     }
     let lost = virtqueue::lost_regions();
     if lost > 0 {

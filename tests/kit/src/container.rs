@@ -106,6 +106,16 @@ impl Container {
         PathBuf::from(format!("/proc/{}/root{inside}", self.leader))
     }
 
+    /// A field of the status of systemd, as the kernel shows it.
+    ///
+    /// # Errors
+    /// If there is no such field.
+    pub fn leader_status(&self, field: &str) -> Result<String> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.leader))?;
+        let value = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        Ok(value.with_context(|| format!("no {field}"))?.trim().to_owned())
+    }
+
     /// The process in the container with the number 1, as the host sees it.
     fn find_leader(&self) -> Result<String> {
         let nspawn = self.nspawn.id();

@@ -25,7 +25,6 @@ mod members;
 mod metrics;
 mod operator_mistakes;
 mod options;
-mod passed_files;
 mod probes;
 mod prometheus;
 mod recipes;

@@ -116,7 +116,13 @@ impl Driver {
         Self::connect(socket, blocks, true, Some(lun))
     }
 
-    fn connect(socket: &Path, blocks: u64, keeps_region: bool, lun: Option<u8>) -> Result<Self> {
+    /// Connects to a disk, or to a logical unit, with or without a region.
+    pub(super) fn connect(
+        socket: &Path,
+        blocks: u64,
+        keeps_region: bool,
+        lun: Option<u8>,
+    ) -> Result<Self> {
         let mut setup = Setup::default().queue_size(QUEUE_SIZE);
         setup.queues = all_queues(lun);
         let mut region = None;

@@ -7,6 +7,7 @@
 mod added_exports;
 mod driver;
 mod images;
+mod kept_front_ends;
 mod package;
 mod systemd;
 mod takeovers;

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::driver::{Driver, FEW_BLOCKS, check_file};
 
 /// The service of one virtual machine.
-const VM: &str = "ringhaul@vm1";
+pub(super) const VM: &str = "ringhaul@vm1";
 
 const CONTRIB: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib/systemd");
 
@@ -35,13 +35,13 @@ const INSTALL: &str = "
     chown ringhaul:ringhaul /srv/disks/vm1.img";
 
 /// A container with Ringhaul.
-struct Host {
-    container: Container,
-    disks: TempDir,
+pub(super) struct Host {
+    pub(super) container: Container,
+    pub(super) disks: TempDir,
 }
 
 impl Host {
-    fn install() -> Result<Option<Self>> {
+    pub(super) fn install() -> Result<Option<Self>> {
         let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let disks = tempfile::tempdir_in(cache)?;
         let program = ringhaul_binary()?.canonicalize()?;
@@ -54,17 +54,17 @@ impl Host {
         Ok(Some(Self { container, disks }))
     }
 
-    fn run(&self, script: &str) -> Result<String> {
+    pub(super) fn run(&self, script: &str) -> Result<String> {
         self.container.output(script)
     }
 
     /// A property of a unit.
-    fn property(&self, unit: &str, property: &str) -> Result<String> {
+    pub(super) fn property(&self, unit: &str, property: &str) -> Result<String> {
         self.run(&format!("systemctl show --value --property={property} {unit}"))
     }
 
     /// Waits until a property of a unit has this value.
-    fn wait_for(&self, unit: &str, property: &str, value: &str) -> Result<()> {
+    pub(super) fn wait_for(&self, unit: &str, property: &str, value: &str) -> Result<()> {
         retry(LIMIT, || {
             let now = self.property(unit, property)?;
             ensure!(now == value, "{property} of {unit} is {now:?}, and not {value:?}");
@@ -72,12 +72,12 @@ impl Host {
         })
     }
 
-    fn socket(&self) -> PathBuf {
+    pub(super) fn socket(&self) -> PathBuf {
         self.container.path("/run/ringhaul-vm1/disk.sock")
     }
 
     /// The process of the service.
-    fn process(&self) -> Result<String> {
+    pub(super) fn process(&self) -> Result<String> {
         self.property(VM, "MainPID")
     }
 

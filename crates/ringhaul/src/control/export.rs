@@ -3,6 +3,7 @@
 
 mod changes;
 mod describe;
+mod kept;
 mod memory_watch;
 
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use super::order::ExportSetup;
 use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::EventDetails;
+use crate::fd_store::FdStore;
 use crate::log::rate_limit::RateLimit;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
@@ -54,6 +56,7 @@ pub(super) struct Export {
     pub(super) setup: SessionSetup,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
+    fd_store: Option<Arc<FdStore>>,
     /// `None` if further front-ends are refused.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
@@ -87,8 +90,9 @@ pub(super) struct Export {
 
 impl Export {
     pub(super) fn new(setup: ExportSetup, waker: &Waker) -> Self {
-        let ExportSetup { log, disks, device, endpoint, threads, limits, groups, export, .. } =
+        let ExportSetup { log, disks, device, endpoint, threads, limits, groups, fd_store, .. } =
             setup;
+        let export = setup.export;
         let (spec, registration, removal_waiters) = export.serve();
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
@@ -101,6 +105,7 @@ impl Export {
             setup,
             limits,
             groups,
+            fd_store,
             // An inherited connection is ready from the start.
             listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
             endpoint,
@@ -387,6 +392,7 @@ impl Export {
         self.memory_watch = MemoryWatch::default();
         (self.session, self.connected) = (Some(session), now);
         self.sessions += 1;
+        self.keep_session();
     }
 
     fn accept_failed(&mut self, error: &io::Error, now: Instant) {
@@ -536,6 +542,7 @@ pub(super) mod tests {
                 threads: vec![io.remote()],
                 limits: MemoryLimits::new(1 << 30, 1 << 30, MemoryFiles::default()),
                 groups: Arc::default(),
+                fd_store: None,
                 line: String::new(),
                 export,
             };

@@ -245,6 +245,7 @@ impl Exports {
             tracing::info!(export = setup.log.name(), "{}", setup.line);
             setup.export.spec().apply_group_limits(&setup.groups, setup.export.since());
             let mut export = Export::new(setup, &self.waker);
+            export.continue_killed(Instant::now());
             if !export.removal_waiters.is_empty() {
                 export.begin_stop();
             }

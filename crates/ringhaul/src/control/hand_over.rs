@@ -80,11 +80,6 @@ impl Export {
                     file: fds.put_some(format!("disk of {name}"), disk.hand_over().descriptor())?,
                     size_bytes: disk.info().size_bytes,
                     engine: disk.preferred_engine().map(|engine| engine.to_string()),
-                    files: (disk.hand_over().files().iter())
-                        .map(|(path, file)| {
-                            Ok((path.clone(), fds.put(path.display().to_string(), file)?))
-                        })
-                        .collect::<io::Result<_>>()?,
                 })
             });
             let disks = disks.collect::<io::Result<_>>()?;
@@ -154,6 +149,7 @@ impl Export {
     pub(super) fn begin_resume(&mut self) {
         self.is_handing_over = false;
         self.endpoint.iter_mut().for_each(Endpoint::keep);
+        self.keep_session();
         self.session.iter_mut().for_each(Session::begin_resume);
         self.session_is_ready = self.session.is_some();
     }

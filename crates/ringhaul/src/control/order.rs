@@ -13,6 +13,7 @@ use rustix::fd::OwnedFd;
 
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
+use crate::fd_store::FdStore;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::spec::command::CommandError;
@@ -35,6 +36,8 @@ pub struct ExportSetup {
     pub limits: MemoryLimits,
     /// The groups that its disks may be in.
     pub groups: Arc<LimitGroups>,
+    /// Keeps front-ends for the process that follows a killed one.
+    pub(crate) fd_store: Option<Arc<FdStore>>,
     /// The log line that announces the export.
     pub line: String,
     /// The export. Dropped last, because its end frees the name.

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
-use blockio::file::FileTable;
 use tracing::Span;
-use vhost_user::{FdIndex, PassedFds};
+use vhost_user::PassedFds;
 
 use super::Daemon;
 use crate::control::hand_over_state::{
@@ -169,6 +169,11 @@ impl Daemon {
         Ok((paused_queues, paused))
     }
 
+    /// Sets the start of the counters of the process from which this one takes over.
+    pub(crate) fn set_start_time(&self, seconds: u64) {
+        self.start_time.store(seconds, Ordering::Relaxed);
+    }
+
     /// The debts of the limits of groups, by their names.
     pub(crate) fn group_debts(&self) -> BTreeMap<String, Vec<u64>> {
         self.groups.debts()
@@ -200,20 +205,10 @@ impl Daemon {
             }
             endpoints.push(endpoint);
             let span = export_span(&spec.name());
-            for (disk, HandedDisk { file, size_bytes, files, .. }) in
-                spec.disks().into_iter().zip(&handed)
+            for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
             {
                 let file = fds.take_some(*file).context("cannot take over a disk")?;
-                let take = |(path, index): &(PathBuf, FdIndex)| {
-                    Ok((path.clone(), File::from(fds.take(*index)?)))
-                };
-                let files: std::io::Result<Vec<_>> = files.iter().map(take).collect();
-                let files = files.context("cannot take over the files of a disk")?;
-                let is_complete = disk.1.files.is_some();
-                let files = (is_complete || !files.is_empty())
-                    .then(|| Arc::new(FileTable::new(files, is_complete)));
-                let file = (file.map(File::from), files);
-                wanted.push((disk, file, *size_bytes, span.clone()));
+                wanted.push((disk, file.map(File::from), *size_bytes, span.clone()));
             }
             engines.extend(handed.into_iter().map(|disk| disk.engine));
             specs.push(spec);
@@ -298,7 +293,9 @@ impl PausedQueues<'_> {
     ///
     /// When this process is to end the exports itself.
     pub(crate) fn commit(&self) -> Result<Vec<DiskSource>, CommandError> {
-        self.daemon.control.commit()
+        let disks = self.daemon.control.commit()?;
+        self.daemon.forget_killed();
+        Ok(disks)
     }
 
     /// Leaves everything to `process`, which has received the answer over `stream`. Releases the
@@ -364,9 +361,8 @@ fn release_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-/// A disk of the old process, its file, files that were passed for it, its size, and the span of
-/// its export.
-type WantedDisk = ((DiskSpec, ExportSettings), (Option<File>, Option<Arc<FileTable>>), u64, Span);
+/// A disk of the old process, its file and its size, and the span of its export.
+type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64, Span);
 
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {

@@ -11,7 +11,7 @@ use super::adding::{OpeningThread, Restoring};
 use crate::daemon::saved_state::changes::Merged;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::log::export_span;
-use crate::open::disk::{OpenDisk, PassedFiles};
+use crate::open::disk::OpenDisk;
 use crate::spec::command::{Command, CommandError, ExportState, Reply};
 use crate::spec::lease_id::lease_id;
 use crate::spec::settings::{Settings, SettingsChange};
@@ -77,7 +77,7 @@ impl Daemon {
 
     /// Carries out a command for the configuration file, whose changes are not kept.
     pub(crate) fn handle_from_config(&self, command: Command) -> Result<Reply, CommandError> {
-        self.carry_out(command, &PassedFiles::default())
+        self.carry_out(command)
     }
 
     /// Notes that the configuration file has changed an export, or these disks of it. `None`: it
@@ -100,6 +100,11 @@ impl Daemon {
         if let Err(error) = state.adopt_base_settings(change, now) {
             tracing::error!("{error:#}");
         }
+    }
+
+    /// Disconnects the front-ends of a killed daemon that no export has continued.
+    pub(crate) fn forget_killed(&self) {
+        self.fd_store.iter().for_each(|store| store.forget_killed());
     }
 
     /// Begins to serve the exports of the command line and of the configuration file, with the
@@ -131,6 +136,7 @@ impl Daemon {
         }
         let restoring = Restoring { added: names, units: units.clone(), again };
         self.warn_of_unused_sockets(&exports);
+        self.fd_store.iter().for_each(|store| store.retain_killed(&exports));
         let opening = self.begin_start(exports, Some(restoring))?;
         let daemon = Arc::clone(self);
         let work = move || {
@@ -167,7 +173,7 @@ impl Daemon {
                 let lease_id = lease_id(&endpoint, Some(place));
                 let disk = unit.disk(&settings);
                 let opened = export_span(&name)
-                    .in_scope(|| OpenDisk::open(&disk, lease_id, &CancelToken::default(), None));
+                    .in_scope(|| OpenDisk::open(&disk, lease_id, &CancelToken::default()));
                 let Err(error) = opened else { return true };
                 report_lost(&name, &format!("unit {place} cannot be restored: {error:#}"));
                 at_fault += 1;

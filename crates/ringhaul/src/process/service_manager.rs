@@ -1,13 +1,17 @@
 //! Notifications to a service manager, if one listens: see sd_notify(3).
 
-use std::io;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blockio::executor::Lock;
 use ringhaul_options::redact::printable;
+use rustix::net::{
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
+};
 use rustix::time::{ClockId, clock_gettime};
 
 /// The variable with the manager's socket; `@` stands for the zero byte that abstract names begin
@@ -22,6 +26,20 @@ pub(crate) const WATCHDOG_PROCESS: &str = "WATCHDOG_PID";
 
 /// The time that a manager with a full queue has to take a message on which the service depends.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The variable with the most descriptors that the manager stores; systemd sets it since version
+/// 254.
+const STORE_MAX: &str = "FDSTORE";
+
+/// The start of the names of stored descriptors.
+pub(crate) const STORED_PREFIX: &str = "rh-";
+
+/// The most descriptors that are stored with one message.
+const STORED_MAX: usize = 2;
+
+/// The time that a manager with a full queue has to take a descriptor, while the control thread
+/// waits.
+const STORE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// True once the manager knows that the daemon is ready.
 static IS_READY: AtomicBool = AtomicBool::new(false);
@@ -134,6 +152,25 @@ pub(crate) fn main_process(process: u32) {
     );
 }
 
+/// Returns true if the manager states that it stores descriptors.
+pub(crate) fn stores_descriptors() -> bool {
+    std::env::var(STORE_MAX).is_ok_and(|max| max.parse::<u64>().is_ok_and(|max| max > 0))
+}
+
+/// Has the manager store descriptors, which it passes to the next process under this name, until it
+/// is told to [forget] them. It does not look at them (`FDPOLL`).
+pub(crate) fn store(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let text = format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n");
+    let path = socket_path().ok_or(io::ErrorKind::NotFound)?;
+    send_with(&path, &text, STORE_PATIENCE, fds)
+}
+
+/// Has the manager forget all descriptors of this name.
+pub(crate) fn forget(name: &str) {
+    let text = format!("FDSTOREREMOVE=1\nFDNAME={name}\n");
+    tell(&text, STORE_PATIENCE, "that a front-end has gone");
+}
+
 fn socket_path() -> Option<String> {
     std::env::var(SOCKET).ok().filter(|path| !path.is_empty())
 }
@@ -149,20 +186,35 @@ fn tell(text: &str, patience: Duration, what: &str) {
 
 /// Sends a message. A manager that does not read delays this for at most `patience`.
 fn send(path: &str, text: &str, patience: Duration) -> io::Result<()> {
+    send_with(path, text, patience, &[])
+}
+
+fn send_with(path: &str, text: &str, patience: Duration, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let address = match path.strip_prefix('@') {
-        Some(name) => SocketAddr::from_abstract_name(name)?,
-        None => SocketAddr::from_pathname(path)?,
+        Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes())?,
+        None => SocketAddrUnix::new(path)?,
     };
     let socket = UnixDatagram::unbound()?;
     match patience.is_zero() {
         true => socket.set_nonblocking(true)?,
         false => socket.set_write_timeout(Some(patience))?,
     }
-    socket.send_to_addr(text.as_bytes(), &address).map(drop)
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(STORED_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        let has_room = control.push(SendAncillaryMessage::ScmRights(fds));
+        assert!(has_room, "there is room for {STORED_MAX} descriptors");
+    }
+    let text = [IoSlice::new(text.as_bytes())];
+    sendmsg_addr(&socket, &address, &text, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
+
     use super::*;
 
     #[test]

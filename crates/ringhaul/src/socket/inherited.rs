@@ -2,6 +2,7 @@
 //! listening sockets that a service manager passes with names (sd_listen_fds(3)).
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,7 @@ use disks::open::inherit;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use vhost_user::PassedFds;
 
+use crate::process::service_manager::STORED_PREFIX;
 use crate::socket::{Endpoint, EndpointState, InheritedSocket};
 
 /// Variables of a service manager that passes sockets: the process that they are for, their number,
@@ -31,6 +33,8 @@ pub struct InheritedSockets {
     /// The sockets of a service manager. They stay open, because an export may end and be added
     /// again.
     named: Lock<Vec<NamedSocket>>,
+    /// Descriptors that a killed process has stored with the service manager, with their names.
+    stored: Lock<Vec<(String, OwnedFd)>>,
 }
 
 /// A listening socket of a service manager.
@@ -43,7 +47,11 @@ struct NamedSocket {
 /// A socket with the number of its descriptor.
 impl From<(i32, Endpoint)> for InheritedSockets {
     fn from(numbered: (i32, Endpoint)) -> Self {
-        Self { numbered: Lock::new(Some(numbered)), named: Lock::default() }
+        Self {
+            numbered: Lock::new(Some(numbered)),
+            named: Lock::default(),
+            stored: Lock::default(),
+        }
     }
 }
 
@@ -61,10 +69,16 @@ impl InheritedSockets {
         let count = count.context("cannot understand LISTEN_FDS of the service manager")?;
         let names = names.unwrap_or_default();
         let mut names = names.split(':');
-        let mut named: Vec<NamedSocket> = Vec::new();
+        let (mut named, mut stored): (Vec<NamedSocket>, _) = (Vec::new(), Vec::new());
         for number in (FIRST..).take(count.into()) {
             let name = names.next().unwrap_or_default();
             if fd == Some(number) {
+                continue;
+            }
+            if name.starts_with(STORED_PREFIX) {
+                let taken = inherit::take_over(number);
+                let what = || format!("cannot use the stored descriptor {number} ('{name}')");
+                stored.push((name.to_owned(), taken.with_context(what)?));
                 continue;
             }
             let socket = NamedSocket::take_over(number, name)?;
@@ -78,7 +92,8 @@ impl InheritedSockets {
             }
             named.push(socket);
         }
-        Ok(Self { numbered: Lock::new(numbered), named: Lock::new(named) })
+        let (numbered, named) = (Lock::new(numbered), Lock::new(named));
+        Ok(Self { numbered, named, stored: Lock::new(stored) })
     }
 
     /// Returns true if `fd` was inherited and no export has taken it.
@@ -94,6 +109,11 @@ impl InheritedSockets {
     /// Stores the socket of `--fd` that another process has had.
     pub(crate) fn put(&self, fd: i32, endpoint: Endpoint) {
         *self.numbered.lock() = Some((fd, endpoint));
+    }
+
+    /// Takes the descriptors that a killed process has stored with the service manager.
+    pub(crate) fn take_stored(&self) -> Vec<(String, OwnedFd)> {
+        std::mem::take(&mut *self.stored.lock())
     }
 
     /// Makes this process the owner of the socket of `--fd`.

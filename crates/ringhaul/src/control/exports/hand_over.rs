@@ -143,6 +143,8 @@ impl Exports {
             return Err(CommandError::Ending);
         }
         self.hand_over = Some(HandOver::Committed);
+        // The manager would discard descriptors of the new process that it has already.
+        self.list.iter_mut().for_each(Export::stop_keeping);
         Ok(self.list.iter().flat_map(|export| export.disks.clone()).collect())
     }
 

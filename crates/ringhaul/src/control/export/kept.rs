@@ -1,0 +1,58 @@
+//! Front-ends that outlive a killed daemon, because the service manager keeps their descriptors.
+
+use std::time::Instant;
+
+use vhost_user::Session;
+
+use super::Export;
+use crate::fd_store::KilledSession;
+use crate::socket::Endpoint;
+
+impl Export {
+    /// Has the service manager keep the session from now on.
+    pub(in crate::control) fn keep_session(&mut self) {
+        // An inherited connection is not continued: its export ends with the process.
+        let is_listening = self.endpoint.as_ref().and_then(Endpoint::listener).is_some();
+        let (Some(store), true) = (&self.fd_store, is_listening) else { return };
+        let spec = self.spec_now();
+        let Some(session) = &mut self.session else { return };
+        match store.keeper(spec) {
+            Ok(keeper) => session.keep_with(keeper),
+            Err(error) => self.log.warn(&format_args!(
+                "the front-end does not survive a kill of the daemon: the service manager cannot \
+                 keep its descriptors: {error}"
+            )),
+        }
+    }
+
+    /// Has the service manager forget the session: another process continues it.
+    pub(in crate::control) fn stop_keeping(&mut self) {
+        self.session.iter_mut().for_each(Session::stop_keeping);
+    }
+
+    /// Continues with the front-end that was connected when the last daemon was killed.
+    pub(in crate::control) fn continue_killed(&mut self, now: Instant) {
+        let Some(store) = &self.fd_store else { return };
+        let Some(mut killed) = store.take_killed(&self.spec) else { return };
+        self.setup.rules = self.limits.front_end_rules();
+        let KilledSession { state, fds, .. } = &mut killed;
+        let state = std::mem::take(state);
+        match state.map(|state| Session::continue_killed(state, self.setup.clone(), fds, now)) {
+            Some(Ok(session)) => {
+                (self.session, self.connected) = (Some(session), now);
+                self.sessions += 1;
+                self.is_connection_logged = true;
+                self.keep_session();
+                self.session.iter_mut().for_each(Session::begin_resume);
+                self.session_is_ready = true;
+                let export = self.log.name();
+                tracing::info!(export, "continues with the front-end of the killed daemon");
+            }
+            Some(Err(error)) => self.log.warn(&format_args!(
+                "cannot continue with the front-end of the killed daemon, which is disconnected: \
+                 {error}"
+            )),
+            None => {}
+        }
+    }
+}

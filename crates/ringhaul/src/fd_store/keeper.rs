@@ -1,0 +1,111 @@
+//! The keeper of one session.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+
+use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
+
+use super::record::{Record, RecordFile};
+use super::stash::{Number, Stash};
+use crate::spec::ExportSpec;
+
+pub(super) struct Keeper {
+    export: ExportSpec,
+    /// `None` after an error: the session is not kept any longer.
+    kept: Option<Kept>,
+    /// The descriptors of the state that has begun.
+    begun: Vec<Number>,
+    /// Their numbers in this process.
+    fds: HashSet<RawFd>,
+}
+
+struct Kept {
+    file: RecordFile,
+    /// The number of the record's file.
+    record: Number,
+    stash: Stash,
+    /// The descriptors of the last state, and those of the one that has begun.
+    known: HashMap<RawFd, Number>,
+}
+
+impl Keeper {
+    /// Has the service manager store a new stash under this name.
+    pub(super) fn new(name: String, export: ExportSpec) -> io::Result<Self> {
+        let (file, mut stash) = (RecordFile::new()?, Stash::new(name)?);
+        let record = stash.put(file.as_fd())?;
+        let kept = Some(Kept { file, record, stash, known: HashMap::new() });
+        Ok(Self { export, kept, begun: Vec::new(), fds: HashSet::new() })
+    }
+
+    fn put_number(&mut self, fd: RawFd, number: Number) -> FdIndex {
+        self.fds.insert(fd);
+        self.begun.push(number);
+        FdIndex::new(self.begun.len() - 1)
+    }
+
+    fn fail(&mut self, error: &io::Error) {
+        if self.kept.take().is_some() {
+            let export = self.export.name();
+            tracing::warn!(
+                export,
+                "the front-end does not survive a kill of the daemon, because its descriptors \
+                 cannot be kept: {error}"
+            );
+        }
+    }
+}
+
+impl Kept {
+    fn write(
+        &mut self,
+        export: &ExportSpec,
+        session: SessionState,
+        descriptors: &[Number],
+    ) -> io::Result<()> {
+        let (export, descriptors) = (export.clone(), descriptors.to_vec());
+        self.file.write(&Record { export, session, descriptors })?;
+        let (known, record) = (&self.known, self.record);
+        self.stash.tidy(|number| number == record || known.values().any(|it| *it == number))
+    }
+}
+
+impl FdSink for Keeper {
+    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        let raw = fd.as_raw_fd();
+        match self.kept.as_ref().and_then(|kept| kept.known.get(&raw).copied()) {
+            Some(number) => Ok(self.put_number(raw, number)),
+            None => self.put_new(name, fd),
+        }
+    }
+
+    fn put_new(&mut self, _: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        let raw = fd.as_raw_fd();
+        let Some(kept) = &mut self.kept else { return Ok(self.put_number(raw, 0)) };
+        let number = kept.stash.put(fd)?;
+        kept.known.insert(raw, number);
+        Ok(self.put_number(raw, number))
+    }
+}
+
+impl StateKeeper for Keeper {
+    fn begin(&mut self) {
+        self.begun.clear();
+        self.fds.clear();
+    }
+
+    fn keep(&mut self, state: io::Result<SessionState>) {
+        let Some(kept) = &mut self.kept else { return };
+        kept.known.retain(|fd, _| self.fds.contains(fd));
+        let written = state.and_then(|state| kept.write(&self.export, state, &self.begun));
+        if let Err(error) = written {
+            self.fail(&error);
+        }
+    }
+
+    fn note_sent(&mut self) {
+        if let Some(Err(error)) = self.kept.as_ref().map(|kept| kept.file.note_sent()) {
+            self.fail(&error);
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Records that a killed process has left.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{EventfdFlags, eventfd};
+use serde_json::{Value, json};
+use vhost_user::{FdIndex, SessionState};
+
+use super::passed::KilledSession;
+use super::record::{self, HALF_BYTES, HEADER_BYTES, Record, RecordFile, SENT_BYTES};
+use super::stash::{Number, Stash};
+use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, UnitSpec};
+
+fn export(device: DeviceSpec) -> ExportSpec {
+    ExportSpec {
+        name: Some("vm1".to_owned()),
+        endpoint: EndpointSpec::Path("/vm.sock".into()),
+        device,
+        settings: ExportSettings::default(),
+    }
+}
+
+fn disk(size_bytes: u64) -> DiskSpec {
+    DiskSpec::Null { size_bytes }
+}
+
+fn session(output: &[u8]) -> SessionState {
+    let sample = include_str!("../daemon/format/sample.json");
+    let sample: Value = serde_json::from_str(sample).unwrap();
+    let mut session = sample["standstill"]["exports"][0]["session"].clone();
+    session["channel"]["output"] = json!(output);
+    serde_json::from_value(session).unwrap()
+}
+
+fn record(number: Number, output: &[u8]) -> Record {
+    let export = export(DeviceSpec::Blk(disk(512)));
+    Record { export, session: session(output), descriptors: vec![number] }
+}
+
+fn damage(file: &RecordFile, offset: u64) {
+    let mut byte = [0];
+    rustix::io::pread(file.as_fd(), &mut byte, offset).unwrap();
+    rustix::io::pwrite(file.as_fd(), &[byte[0] ^ 1], offset).unwrap();
+}
+
+fn read(file: &RecordFile) -> Record {
+    record::read(file.as_fd()).unwrap().unwrap()
+}
+
+fn output_of(record: &Record) -> Value {
+    serde_json::to_value(&record.session).unwrap()["channel"]["output"].clone()
+}
+
+/// A kill leaves the half that was being written in any state.
+#[test]
+fn the_newest_whole_record_counts() {
+    let mut file = RecordFile::new().unwrap();
+    assert!(record::read(file.as_fd()).unwrap().is_none(), "nothing is written");
+    for number in 1..=5_u64 {
+        file.write(&record(number, &[])).unwrap();
+        assert_eq!(read(&file).descriptors, [number]);
+    }
+    let [newest, older] = [5, 4].map(|number| SENT_BYTES + number % 2 * HALF_BYTES);
+    for place in [0, 8, 16, 20, HEADER_BYTES as u64, HEADER_BYTES as u64 + 100] {
+        damage(&file, newest + place);
+        assert_eq!(read(&file).descriptors, [4], "{place}");
+        damage(&file, newest + place);
+    }
+    damage(&file, newest);
+    damage(&file, older);
+    let error = record::read(file.as_fd()).unwrap_err().to_string();
+    assert!(error.contains("damaged"), "{error}");
+}
+
+#[test]
+fn a_record_of_another_format_is_refused() {
+    let mut file = RecordFile::new().unwrap();
+    file.write_as(7, &record(2, &[])).unwrap();
+    let error = record::read(file.as_fd()).unwrap_err().to_string();
+    assert!(error.contains("format 7, not"), "{error}");
+}
+
+/// The front-end must not get an answer twice.
+#[test]
+fn an_answer_that_was_sent_is_not_in_the_record() {
+    let mut file = RecordFile::new().unwrap();
+    file.write(&record(2, &[1, 2, 3])).unwrap();
+    assert_eq!(output_of(&read(&file)), json!([1, 2, 3]));
+    file.note_sent().unwrap();
+    assert_eq!(output_of(&read(&file)), json!([]));
+    // The next answer is another one.
+    file.write(&record(2, &[4])).unwrap();
+    assert_eq!(output_of(&read(&file)), json!([4]));
+}
+
+/// A guest must not continue on another disk.
+#[test]
+fn only_the_same_export_continues_a_session() {
+    let unit =
+        |lun, bytes| UnitSpec { target: 0, lun, disk: disk(bytes), settings: Default::default() };
+    let blk = |bytes| export(DeviceSpec::Blk(disk(bytes)));
+    let scsi = |units| export(DeviceSpec::Scsi(units));
+    let elsewhere = ExportSpec { endpoint: EndpointSpec::Path("/b".into()), ..blk(512) };
+    for (before, now, is_same) in [
+        (blk(512), blk(512), true),
+        (blk(512), blk(1024), false),
+        (blk(512), elsewhere, false),
+        (blk(512), scsi(vec![unit(0, 512)]), false),
+        (scsi(vec![unit(0, 512)]), scsi(vec![unit(0, 512)]), true),
+        // Commands add and remove units.
+        (scsi(vec![unit(0, 512)]), scsi(vec![unit(0, 512), unit(1, 512)]), true),
+        (scsi(vec![unit(0, 512), unit(1, 512)]), scsi(vec![unit(0, 512)]), true),
+        (scsi(vec![unit(0, 512), unit(1, 512)]), scsi(vec![unit(1, 1024)]), false),
+    ] {
+        let killed = KilledSession::of(before, session(&[]));
+        assert_eq!(killed.difference(&now).is_none(), is_same, "{}", now.summary());
+    }
+}
+
+/// Returns the descriptors of a stash as the next process finds them, and the stash.
+fn reopen(stash: &Stash) -> (Stash, BTreeMap<Number, OwnedFd>) {
+    Stash::open("test".to_owned(), stash.ends().into()).unwrap()
+}
+
+fn counted(count: u32) -> OwnedFd {
+    eventfd(count, EventfdFlags::NONBLOCK).unwrap()
+}
+
+fn count_of(fd: &OwnedFd) -> u64 {
+    let mut count = [0; 8];
+    rustix::io::read(fd, &mut count).unwrap();
+    rustix::io::write(fd, &count).unwrap();
+    u64::from_ne_bytes(count)
+}
+
+/// More descriptors than the kernel has room for in single messages.
+#[test]
+fn a_stash_keeps_the_descriptors_in_use() {
+    let mut stash = Stash::new_unstored("test".to_owned()).unwrap();
+    let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let socket = stash.put(one.as_fd()).unwrap();
+    let numbers: Vec<Number> = (0..3000)
+        .map(|count| {
+            let number = stash.put(counted(count + 1).as_fd()).unwrap();
+            // Every third one stays in use.
+            stash.tidy(|it| it % 6 == 2).unwrap();
+            number
+        })
+        .collect();
+    assert!(numbers.iter().all(|number| number % 2 == 0) && socket % 2 == 1);
+    for round in 0..2 {
+        let (next, found) = reopen(&stash);
+        for (count, number) in numbers.iter().enumerate() {
+            let fd = found.get(number);
+            assert!(fd.is_some() || number % 6 != 2, "round {round}: {number} is lost");
+            assert!(
+                fd.is_none_or(|fd| count_of(fd) == count as u64 + 1),
+                "round {round}: {number}"
+            );
+        }
+        assert!(found.len() < 1500 && found.contains_key(&socket), "{}", found.len());
+        stash = next;
+    }
+    assert!(stash.put(other.as_fd()).unwrap() > socket);
+    let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap();
+    let error = stash.put(file.as_fd()).unwrap_err().to_string();
+    assert!(error.contains("only sealable memory"), "{error}");
+}
+
+/// A process may be killed after any of its system calls.
+#[test]
+fn a_kill_while_a_stash_is_put_together_loses_nothing() {
+    for calls in 0..60 {
+        let mut stash = Stash::new_unstored("test".to_owned()).unwrap();
+        let numbers = [1, 2, 3, 4, 5].map(|count| stash.put(counted(count).as_fd()).unwrap());
+        let is_done = stash.compact_until_killed(calls);
+        let (again, _) = reopen(&stash);
+        let (_, found) = reopen(&again);
+        assert!(found.keys().eq(&numbers), "after {calls} calls: {found:?}");
+        assert!((1..).zip(found.values()).all(|(count, fd)| count_of(fd) == count));
+        if is_done {
+            assert!(calls > 10);
+            return;
+        }
+    }
+    panic!("it does not end");
+}
+
+#[test]
+fn the_newest_session_of_an_export_is_found() {
+    let mut passed = Vec::new();
+    for (number, descriptor) in [(7, 2), (10, 2), (9, 4), (8, 2)] {
+        let mut stash = Stash::new_unstored("test".to_owned()).unwrap();
+        let mut file = RecordFile::new().unwrap();
+        stash.put(file.as_fd()).unwrap();
+        stash.put(counted(number).as_fd()).unwrap();
+        if number < 10 {
+            file.write(&record(descriptor, &[])).unwrap();
+        }
+        passed.extend(stash.ends().map(|end| (format!("rh-{number}"), end)));
+    }
+    passed.push(("rh-11".to_owned(), counted(0)));
+    // The newest one was not kept yet, and the one before lacks a descriptor.
+    let found: Vec<u64> = super::passed::sessions(passed)
+        .into_iter()
+        .map(|mut session| count_of(&session.fds.take(FdIndex::new(0)).unwrap()))
+        .collect();
+    assert_eq!(found, [8, 7]);
+}

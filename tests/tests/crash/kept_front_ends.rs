@@ -1,0 +1,234 @@
+//! Front-ends that never connect again, under a daemon that systemd starts after each kill: their
+//! connections, memory and eventfds are in the store of systemd.
+
+use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::daemon::LIMIT;
+use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_tools::process::retry;
+
+use crate::driver::{Driver, FEW_BLOCKS, check_file};
+use crate::systemd::{Host, VM};
+
+/// The kills of each kind of front-end.
+const KILLS: u32 = 6;
+
+/// Lets systemd start the daemon as often as the test kills it.
+const NO_LIMIT: &str = "
+    folder=/etc/systemd/system/ringhaul@vm1.service.d
+    mkdir -p $folder
+    printf '[Unit]\\nStartLimitIntervalSec=0\\n' > $folder/limit.conf
+    systemctl daemon-reload";
+
+/// A kind of front-end and daemon.
+#[derive(Debug, Clone, Copy)]
+struct Kind {
+    options: &'static str,
+    lun: Option<u8>,
+    keeps_region: bool,
+    sleeps: bool,
+}
+
+const KINDS: [Kind; 5] = [
+    Kind { options: "--engine io_uring", lun: None, keeps_region: false, sleeps: true },
+    Kind { options: "--engine aio --iothreads 2", lun: None, keeps_region: false, sleeps: false },
+    Kind { options: "--engine io_uring", lun: Some(3), keeps_region: false, sleeps: true },
+    Kind { options: "--engine aio", lun: Some(3), keeps_region: false, sleeps: false },
+    Kind {
+        options: "--engine io_uring --in-order on",
+        lun: None,
+        keeps_region: true,
+        sleeps: true,
+    },
+];
+
+#[test]
+fn connected_front_ends_survive_kills() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    host.run(NO_LIMIT)?;
+    for kind in KINDS {
+        survive(&host, kind).with_context(|| format!("{kind:?}\n{}", log(&host)))?;
+    }
+    Ok(())
+}
+
+fn log(host: &Host) -> String {
+    host.run("journalctl --no-pager --output=cat -n 60 -u ringhaul@vm1").unwrap_or_default()
+}
+
+/// Starts the service with a new disk.
+fn start(host: &Host, options: &str, lun: Option<u8>) -> Result<()> {
+    let device = match lun {
+        None => "DISK=/srv/disks/vm1.img\n".to_owned(),
+        // The unit has --disk, which this one replaces.
+        Some(lun) => format!("DEVICE=--device scsi --lun {lun},blk-file=/srv/disks/vm1.img\n"),
+    };
+    let unit = if lun.is_some() { "s/ --disk ${DISK}/ $DEVICE/" } else { "" };
+    host.run(&format!(
+        "set -e
+        rm -f /srv/disks/vm1.img; truncate -s 512K /srv/disks/vm1.img
+        chown ringhaul:ringhaul /srv/disks/vm1.img
+        sed '{unit}' /mnt/systemd/ringhaul@.service > /etc/systemd/system/ringhaul@.service
+        printf '{device}OPTIONS={options}\\n' > /etc/ringhaul/vm1.env
+        systemctl daemon-reload
+        systemctl start ringhaul@vm1"
+    ))?;
+    Ok(())
+}
+
+/// The number of descriptors in the store of the service.
+fn stored(host: &Host) -> Result<u32> {
+    Ok(host.property(VM, "NFileDescriptorStore")?.parse()?)
+}
+
+fn survive(host: &Host, kind: Kind) -> Result<()> {
+    start(host, kind.options, kind.lun)?;
+    let mut driver = Driver::connect(&host.socket(), FEW_BLOCKS, kind.keeps_region, kind.lun)?;
+    driver.sleeps = kind.sleeps;
+    driver.attach()?;
+    driver.run(200, false)?;
+    for round in 0..KILLS {
+        let is_back = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let kill = scope.spawn(|| {
+                // The process of an upgrade owns the store from then on.
+                let replaced = if round == 1 { upgrade(host) } else { Ok(()) };
+                let killed = replaced.and_then(|()| kill(host));
+                is_back.store(true, Ordering::Relaxed);
+                killed
+            });
+            while !is_back.load(Ordering::Relaxed) {
+                driver.run(50, false)?;
+            }
+            kill.join().map_err(|_| anyhow::anyhow!("the killer panicked"))?
+        })
+        .with_context(|| format!("round {round}"))?;
+        driver.run(200, false)?;
+    }
+    driver.run(0, true)?;
+    let Driver { frontend, versions, .. } = driver;
+    ensure!(stored(host)? > 0, "nothing is stored");
+    drop(frontend);
+    retry(LIMIT, || {
+        let left = stored(host)?;
+        ensure!(left == 0, "{left} descriptors of a front-end that has left are stored");
+        Ok(())
+    })?;
+    host.run("systemctl stop ringhaul@vm1")?;
+    check_file(&host.disks.path().join("vm1.img"), &versions)
+}
+
+fn upgrade(host: &Host) -> Result<()> {
+    host.run("ringhaul ctl upgrade /usr/bin/ringhaul").map(drop)
+}
+
+/// Kills the daemon, and waits for the next one.
+fn kill(host: &Host) -> Result<()> {
+    let process = host.process()?;
+    host.run("systemctl kill --signal=KILL ringhaul@vm1")?;
+    retry(LIMIT, || {
+        let now = host.process()?;
+        ensure!(now != "0" && now != process, "the service has the process {now}");
+        Ok(())
+    })?;
+    host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")
+}
+
+/// Without the store a kill disconnects the front-end.
+#[test]
+fn a_kill_without_the_store_disconnects_front_ends() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    host.run(NO_LIMIT)?;
+    let lost = |options: &str, text: &str| -> Result<()> {
+        start(&host, options, None)?;
+        let mut driver = Driver::connect(&host.socket(), FEW_BLOCKS, false, None)?;
+        driver.attach()?;
+        driver.run(50, false)?;
+        let process = host.process()?;
+        host.run(text)?;
+        host.run("systemctl kill --signal=KILL ringhaul@vm1")?;
+        retry(LIMIT, || {
+            let now = host.process()?;
+            ensure!(now != "0" && now != process, "the service has the process {now}");
+            Ok(())
+        })?;
+        host.wait_for(VM, "StatusText", "1 export served, 0 with a front-end")?;
+        ensure!(stored(&host)? == 0, "a descriptor without a user is stored");
+        ensure!(driver.frontend.channel.receive()?.is_none(), "the front-end is connected");
+        host.run("systemctl stop ringhaul@vm1").map(drop)
+    };
+    lost("--keep-connections off", "true")?;
+    // The next process serves another disk, or cannot keep the descriptors.
+    let other = "truncate -s 1M /srv/disks/other.img; chown ringhaul: /srv/disks/other.img
+        echo DISK=/srv/disks/other.img >> /etc/ringhaul/vm1.env";
+    lost("", other)?;
+    ensure!(log(&host).contains("another disk now"), "{}", log(&host));
+    host.run(
+        "printf '[Service]\\nFileDescriptorStoreMax=1\\n' \
+            > /etc/systemd/system/ringhaul@vm1.service.d/few.conf
+        systemctl daemon-reload",
+    )?;
+    lost("", "true")?;
+    ensure!(log(&host).contains("FileDescriptorStoreMax"), "{}", log(&host));
+    Ok(())
+}
+
+const EXPORTS: u32 = 256;
+const QUEUES: u16 = 8;
+/// Connection, record, region, two files of memory, and three eventfds for each queue.
+const DESCRIPTORS: u32 = 5 + 3 * QUEUES as u32;
+/// systemd has one pair of sockets for each front-end.
+const STORED: u32 = 2 * EXPORTS;
+
+/// Prints the times, and the memory of systemd.
+#[test]
+fn systemd_keeps_thousands_of_descriptors() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    let socket = |number| format!("/run/ringhaul/vm{number}.sock");
+    let exports = (0..EXPORTS).map(|number| {
+        format!(
+            "[[export]]\nname = \"vm{number}\"\nendpoint = {{ path = \"{}\" }}\n\
+             device = {{ blk = {{ null = {{ size-bytes = 1048576 }} }} }}\n",
+            socket(number)
+        )
+    });
+    fs::write(host.container.path("/etc/ringhaul.toml"), exports.collect::<String>())?;
+    host.run("systemctl start ringhaul")?;
+    let before = host.container.leader_status("VmRSS")?;
+    let begun = Instant::now();
+    let setup = Setup { queues: QUEUES, ..Setup::default() };
+    let front_ends = (0..EXPORTS).map(|number| {
+        let mut front_end = Frontend::attach(&host.container.path(&socket(number)), &setup)?;
+        front_end.read(0, 0, 512)?;
+        Ok(front_end)
+    });
+    let mut front_ends = front_ends.collect::<Result<Vec<_>>>()?;
+    let attached = begun.elapsed();
+    retry(LIMIT, || {
+        let stored: u32 = host.property("ringhaul", "NFileDescriptorStore")?.parse()?;
+        ensure!(stored == STORED, "{stored} descriptors are stored");
+        Ok(())
+    })?;
+    let stored = begun.elapsed();
+    let after = host.container.leader_status("VmRSS")?;
+    let killed = Instant::now();
+    host.run("systemctl kill --signal=KILL ringhaul")?;
+    front_ends[0].request(0, blk::FLUSH, 0, &[], 0)?;
+    let first = killed.elapsed();
+    for front_end in &mut front_ends {
+        front_end.read(0, 0, 512)?;
+    }
+    let all = killed.elapsed();
+    println!(
+        "{} descriptors of {EXPORTS} front-ends: attached in {attached:.2?}, stored in \
+         {stored:.2?}; after a kill the first request took {first:.2?}, one of each front-end \
+         {all:.2?}; memory of systemd {before} before, {after} after",
+        EXPORTS * DESCRIPTORS
+    );
+    drop(front_ends);
+    host.run("systemctl stop ringhaul")?;
+    Ok(())
+}
