@@ -5,6 +5,7 @@
 
 mod charts;
 mod compare;
+mod dashboard;
 mod experiments;
 mod instructions;
 mod neighbours;
@@ -27,6 +28,8 @@ enum Command {
     Compare(compare::Args),
     /// Draw the pictures of docs/internals/performance.md from its table
     Charts(charts::Args),
+    /// Draw panels of the Grafana dashboard from a run under a changing load
+    Dashboard(dashboard::Args),
     /// Measure the worth of each step of the loop
     Experiments(experiments::Args),
     /// Count the instructions that a request takes, here and in an earlier revision
@@ -42,6 +45,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Compare(args) => compare::run(&args),
         Command::Charts(args) => charts::run(&args),
+        Command::Dashboard(args) => dashboard::run(&args),
         Command::Experiments(args) => experiments::run(&args),
         Command::Instructions(args) => instructions::run(&args),
         Command::Load(args) => rig::load::play(&args),

@@ -2,6 +2,7 @@
 
 pub(crate) mod ab_test;
 pub(crate) mod device_queue;
+mod file_table;
 pub(crate) mod io_file;
 pub(crate) mod op_kind;
 pub(crate) mod open_file;
@@ -12,6 +13,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+pub use file_table::FileTable;
 
 /// Opens a regular file that is read beside I/O. Does not wait for a writer, as opening a pipe
 /// would: a pipe or a terminal could hold the reader for ever.

@@ -1,6 +1,7 @@
 //! Opens a disk by its name: the layers from the bottom up, with their keys and backing files.
 
 mod cancellation;
+pub mod for_other;
 #[cfg(feature = "qcow2")]
 mod image;
 pub mod inherit;
@@ -14,7 +15,7 @@ use blockio::disk::Folder;
 use blockio::{DiskOptions, DiskSource};
 
 use crate::spec::{BackingFiles, DiskSpec, ImageFormat, RbdSpec};
-use image::{is_image, open_qcow2};
+use image::{ImageFile, is_image, open_qcow2};
 
 pub use cancellation::{CancelToken, with_hang_timeout};
 
@@ -93,7 +94,10 @@ impl DiskOpener<'_> {
             #[cfg(feature = "luks")]
             DiskSpec::Luks { key, header, discard, over } => {
                 let below = self.open_layer(over, holds_image)?;
-                let open = || luks::open_luks(below.clone(), key, header.as_deref(), *discard);
+                let open = || {
+                    let files = self.options.files.as_ref();
+                    luks::open_luks(below.clone(), key, header.as_deref(), *discard, files)
+                };
                 self.cancel_token.while_reading(&below, open)
             }
             #[cfg(not(feature = "luks"))]
@@ -132,7 +136,9 @@ impl DiskOpener<'_> {
         // The backing files of the image are local, so the token watches `below` alone.
         self.cancel_token.while_reading(&below, || {
             let (source, file) = (below.clone(), over.whole_file());
-            open_qcow2(source, file, allowed, open_backing, self.is_handed_over)
+            let files = options.files.as_deref();
+            let image = ImageFile { source, file, allowed, files };
+            open_qcow2(image, open_backing, self.is_handed_over)
         })
     }
 
@@ -160,6 +166,7 @@ mod image {
     use anyhow::{Result, bail};
     use blockio::DiskSource;
     use blockio::disk::Folder;
+    use blockio::file::FileTable;
 
     use crate::spec::BackingFiles;
 
@@ -168,14 +175,21 @@ mod image {
         bail!("cannot open an image: this program was built without images (feature qcow2)")
     }
 
+    /// The file of an image.
+    pub(super) struct ImageFile<'a> {
+        pub(super) source: DiskSource,
+        pub(super) file: Option<&'a Path>,
+        pub(super) allowed: &'a BackingFiles,
+        pub(super) files: Option<&'a FileTable>,
+    }
+
     /// Fails like [`is_image`].
     pub(super) fn open_qcow2(
-        source: DiskSource,
-        _: Option<&Path>,
-        _: &BackingFiles,
+        image: ImageFile<'_>,
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
         _: bool,
     ) -> Result<DiskSource> {
+        let ImageFile { source, file: _, allowed: _, files: _ } = image;
         is_image(&source).map(|_| source)
     }
 }

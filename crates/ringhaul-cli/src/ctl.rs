@@ -5,6 +5,7 @@ mod calls;
 mod completion;
 mod connection;
 mod doctor;
+mod files;
 mod show;
 mod top;
 pub(crate) mod upgrade;
@@ -48,6 +49,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
         print(&format!("{:#}\n", control_socket::schema()))?;
         return Ok(ExitCode::SUCCESS);
     }
+    let is_raw = matches!(args.what, CtlCommand::Call { .. });
     // Invalid words fail here, before any daemon is contacted.
     let calls = calls::calls_of(&args.what)?;
     if let CtlCommand::Upgrade { binary, option, retry } = &args.what {
@@ -67,13 +69,13 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let names: Vec<String> = calls.iter().map(|(_, params)| calls::export_name(params)).collect();
     for (number, (method, params)) in calls.into_iter().enumerate() {
         let unit = params.get("unit").cloned();
-        let mut asked = ask(&mut daemon, method, params.clone(), form)?;
+        let mut asked = ask(&mut daemon, method, params.clone(), (form, is_raw))?;
         if let Err(Refusal { code: HANDED_OVER, .. }) = asked
             && let Ok(next) = Connection::new(&control)
         {
             // The command waited for an upgrade, so the new process carries it out.
             daemon = next;
-            asked = ask(&mut daemon, method, params, form)?;
+            asked = ask(&mut daemon, method, params, (form, is_raw))?;
         }
         match asked {
             Ok(()) if ["export.add", "lun.add"].contains(&method) => {
@@ -126,7 +128,7 @@ fn ask(
     daemon: &mut Connection,
     method: &str,
     mut params: Value,
-    form: Form,
+    (form, is_raw): (Form, bool),
 ) -> Result<Result<(), Refusal>> {
     if let Some(more) = params.as_object_mut().and_then(|params| params.remove(calls::MORE_BYTES)) {
         // The daemon accepts absolute sizes only.
@@ -144,7 +146,12 @@ fn ask(
             },
         }
     }
-    let answer = match daemon.call(method, &params)? {
+    let answered = match method {
+        // The paths of a raw call begin in the folder of the daemon.
+        "export.add" | "lun.add" if !is_raw => files::add(daemon, method, &params)?,
+        _ => daemon.call(method, &params)?,
+    };
+    let answer = match answered {
         Ok(answer) => answer,
         Err(refusal) => return Ok(Err(refusal)),
     };

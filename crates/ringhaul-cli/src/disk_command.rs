@@ -114,7 +114,7 @@ impl DiskArgs {
         let settings =
             ExportSettings { read_only, no_lock, cache: self.cache, ..ExportSettings::default() };
         let named = (disk, settings);
-        let open = OpenDisk::open(&named, None, token)?;
+        let open = OpenDisk::open(&named, None, token, None)?;
         Ok((named.0, open))
     }
 }

@@ -8,11 +8,13 @@ pub(crate) mod access;
 mod client;
 mod client_quota;
 mod connection;
+pub mod descriptors;
 mod message;
 mod methods;
 mod parser_words;
 mod schema;
 
+use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -25,19 +27,20 @@ use blockio::executor::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::process::geteuid;
 use serde_json::Value;
 
 use crate::daemon::Daemon;
 use crate::socket::Endpoint;
-use crate::socket::peer::{Peer, peer_is_in_group};
+use crate::socket::peer::Peer;
+use crate::socket::permissions::SocketGroups;
 use crate::takeover;
-use access::Access;
+use access::{Access, Role};
 use client::Client;
 use client_quota::ClientQuota;
 use connection::{Connection, Input, LIMITS, Line};
+use descriptors::Descriptor;
 use message::{Code, Request, RpcError, answer_line};
-use methods::{Kind, find};
+use methods::{DESCRIPTORS, Kind, Method, find};
 
 pub use methods::schema;
 
@@ -87,13 +90,13 @@ impl Drop for RequestGuard<'_> {
 }
 
 impl ControlSocket {
-    /// Creates a socket at `path`. Only this user, root and the members of `group` may connect.
+    /// Creates a socket at `path`. Only this user, root and the members of `groups` may connect.
     ///
     /// # Errors
     ///
     /// When the socket cannot be created.
-    pub(crate) fn bind(path: &Path, group: Option<u32>) -> Result<Endpoint> {
-        let endpoint = Endpoint::bind_private(path, "--control", group)?;
+    pub(crate) fn bind(path: &Path, groups: SocketGroups) -> Result<Endpoint> {
+        let endpoint = Endpoint::bind_private(path, "--control", groups)?;
         Ok(endpoint)
     }
 
@@ -202,11 +205,6 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
     }
 }
 
-/// Returns true for root, and for the user of the daemon.
-fn is_owner(peer: u32, own: u32) -> bool {
-    peer == 0 || peer == own
-}
-
 /// Answers the requests of one client until it disconnects.
 fn serve_client(
     stream: UnixStream,
@@ -219,20 +217,13 @@ fn serve_client(
     let refuse =
         |code, text: &str| connection.send(&answer_line(None, Err(RpcError::new(code, text))));
     let peer = Peer::from_socket(&connection).context("cannot identify the client")?;
-    let is_owner = is_owner(peer.uid, geteuid().as_raw());
-    let is_member = match access.group {
-        Some(group) => {
-            peer_is_in_group(&connection, group).context("cannot read the groups of the client")?
-        }
-        None => false,
-    };
-    if !is_owner && !is_member {
-        let text = "only root, the user of this daemon and its --control-group may send it \
-                    requests";
+    let Some(role) = access.role_of(&*connection, peer.uid)? else {
+        let text = "only root, the user of this daemon, its --control-group and its \
+                    --control-read-group may send it requests";
         refuse(Code::Refused, text)?;
         return Ok(());
-    }
-    let slot = match quota.take(is_owner) {
+    };
+    let slot = match quota.take(role) {
         Ok(slot) => slot,
         Err(problem) => {
             connection.send(&answer_line(None, Err(problem)))?;
@@ -246,7 +237,7 @@ fn serve_client(
             Line::Whole(line) if line.trim_ascii().is_empty() => {}
             Line::Whole(line) => match takeover::old_process::parse_request(&line) {
                 // A taker receives every descriptor of the daemon, so it must be the owner.
-                Some(_) if !is_owner => {
+                Some(_) if role < Role::Owner => {
                     let text = "only root and the user of this daemon may take over from it";
                     refuse(Code::Refused, text)?;
                 }
@@ -258,7 +249,9 @@ fn serve_client(
                 }
                 None => {
                     let _answering = in_progress.begin();
-                    serve(&line, &mut client)?;
+                    let served = serve(&line, input.take_fds(), &mut client);
+                    client.descriptors.clear();
+                    served?;
                 }
             },
             Line::TooLong => {
@@ -272,7 +265,7 @@ fn serve_client(
 }
 
 /// Carries out one request and answers it unless it is a notification.
-fn serve(line: &[u8], client: &mut Client) -> Result<()> {
+fn serve(line: &[u8], fds: Vec<OwnedFd>, client: &mut Client) -> Result<()> {
     let request = match Request::parse(line.trim_ascii_end()) {
         Ok(request) => request,
         Err((id, problem)) => {
@@ -280,10 +273,14 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
             return Ok(());
         }
     };
-    let Request { id, method, params } = request;
+    let Request { id, method, mut params } = request;
     let subject = subject(&params);
     let is_listing = is_listing(&method, &params);
-    let call = find(&method).and_then(|method| Ok((method.kind(), method.with(params)?)));
+    let call = find(&method).and_then(|method| {
+        client.check_role(method.name(), method.role())?;
+        client.descriptors = take_descriptors(method, &mut params, fds)?;
+        Ok((method.kind(), method.with(params)?))
+    });
     let ends = matches!(call, Ok((Kind::Ends, _)));
     let connection = Arc::clone(&client.connection);
     let answer = |result| match &id {
@@ -308,6 +305,23 @@ fn serve(line: &[u8], client: &mut Client) -> Result<()> {
         client.send_streams()?;
     }
     client.begin_events()
+}
+
+/// Takes the names of descriptors out of the parameters of a request, and gives them to the
+/// descriptors that came with it.
+fn take_descriptors(
+    method: &dyn Method,
+    params: &mut Value,
+    fds: Vec<OwnedFd>,
+) -> Result<Vec<(Descriptor, File)>, RpcError> {
+    let refused = |error: String| RpcError::new(Code::Params, error);
+    let names = params.as_object_mut().filter(|_| method.takes_descriptors());
+    let names = match names.and_then(|params| params.remove(DESCRIPTORS)) {
+        Some(names) => serde_json::from_value(names)
+            .map_err(|error| refused(format!("{DESCRIPTORS}: {error}")))?,
+        None => Vec::new(),
+    };
+    descriptors::named(names, fds).map_err(|error| refused(format!("{error:#}")))
 }
 
 /// The name of the export that a request is about.
@@ -343,19 +357,6 @@ mod tests {
 
     use super::*;
     use crate::testing::spawn_asleep;
-
-    #[test]
-    fn root_and_the_user_of_the_daemon_are_owners() {
-        for (peer, own, expected) in [
-            (0, 0, true),
-            (0, 1000, true),
-            (1000, 1000, true),
-            (1000, 0, false),
-            (1001, 1000, false),
-        ] {
-            assert_eq!(is_owner(peer, own), expected, "{peer} of {own}");
-        }
-    }
 
     /// The log has a line for each change, for an audit.
     #[test]

@@ -31,7 +31,7 @@ use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::fd_store::FdStore;
 use crate::log::export_span;
-use crate::open::disk::OpenDisk;
+use crate::open::disk::{OpenDisk, PassedFiles};
 use crate::open::shared_disks::SharedDisks;
 use crate::options::ServeArgs;
 use crate::process::limits::MemoryLimits;
@@ -42,7 +42,7 @@ use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
-use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
+use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::threads::engines::{EngineChoice, Thread, Threads, choose, set_up};
 use crate::threads::ownership::{Ownership, PassedOn};
 use crate::threads::shutdown::{Event, Outcome, wait_for_shutdown};
@@ -146,6 +146,19 @@ impl Daemon {
     ///
     /// When the command cannot be carried out. Nothing has changed then, unless the error says so.
     pub fn handle(&self, command: Command) -> Result<Reply, CommandError> {
+        self.handle_with(command, &PassedFiles::default())
+    }
+
+    /// Like [`handle`](Self::handle), with files that came with the command.
+    ///
+    /// # Errors
+    ///
+    /// Like [`handle`](Self::handle).
+    pub(crate) fn handle_with(
+        &self,
+        command: Command,
+        passed: &PassedFiles,
+    ) -> Result<Reply, CommandError> {
         let part = ChangedPart::of_command(&command);
         // A hand-over does not include changes of exports after its description.
         let changes_exports = match &part {
@@ -154,19 +167,19 @@ impl Daemon {
             None => matches!(command, Command::Resize(..)),
         };
         let _running = changes_exports.then(|| self.ownership.begin_command()).transpose()?;
-        let done = self.carry_out(command);
+        let done = self.carry_out(command, passed);
         self.keep(part.as_ref(), done)
     }
 
-    fn carry_out(&self, command: Command) -> Result<Reply, CommandError> {
+    fn carry_out(&self, command: Command, passed: &PassedFiles) -> Result<Reply, CommandError> {
         match command {
-            Command::Add(specs) => self.add(specs, false),
+            Command::Add(specs) => self.add(specs, false, passed),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
             Command::Show => Ok(Reply::Exports(self.control.show()?)),
             Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
             Command::Stats(reader) => self.stats(reader),
             Command::Set(change) => self.set(&change),
-            Command::AddUnit(export, unit) => self.add_unit(export, *unit),
+            Command::AddUnit(export, unit) => self.add_unit(export, *unit, passed),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
             Command::SetDisk(export, place, change) => self.set_disk(export, place, change),
@@ -207,7 +220,7 @@ impl Daemon {
             Ok(made) => made,
             Err(error) => return Err(export.fail(error)),
         };
-        let line = serving(spec, &disks);
+        let line = spec.serving_line(&disks);
         let disks = disks.into_iter().map(|disk| disk.source).collect();
         let threads = threads.into_iter().map(|thread| thread.remote).collect();
         let (limits, groups) = (self.limits.clone(), Arc::clone(&self.groups));
@@ -285,7 +298,12 @@ impl Daemon {
         Ok(Reply::Settings(settings))
     }
 
-    fn add_unit(&self, export: String, unit: UnitSpec) -> Result<Reply, CommandError> {
+    fn add_unit(
+        &self,
+        export: String,
+        unit: UnitSpec,
+        passed: &PassedFiles,
+    ) -> Result<Reply, CommandError> {
         let (place, asked) = (unit.place(), Instant::now());
         let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
@@ -297,8 +315,9 @@ impl Daemon {
             false => CommandError::UnitCancelled(export.clone(), place),
         };
         let lease_id = lease_id(&endpoint, Some(place));
-        let opened =
-            export_span(&log_name).in_scope(|| OpenDisk::open(&named, lease_id, &cancel_token));
+        let files = passed.get(&Some(place));
+        let opened = export_span(&log_name)
+            .in_scope(|| OpenDisk::open(&named, lease_id, &cancel_token, files));
         let mut disk = opened.map_err(|error| unless_given_up(error.into()))?;
         self.groups.join(&disk.source, &named.1.rules)?;
         let choice = choose(&self.args, std::slice::from_ref(&disk), &[]).pop();
@@ -481,18 +500,5 @@ fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess
         (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => {
             unreachable!("a disk was found at this place")
         }
-    }
-}
-
-/// Formats the log line that announces an export.
-fn serving(spec: &ExportSpec, disks: &[OpenDisk]) -> String {
-    let what = match (&spec.device, disks) {
-        (DeviceSpec::Blk(_), [disk]) => format!("{}: {}", disk.name, disk.summary),
-        (_, [_]) => "virtio-scsi, 1 logical unit".to_owned(),
-        (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
-    };
-    match &spec.endpoint {
-        EndpointSpec::Path(path) => format!("{what}; serving on {}", path.display()),
-        EndpointSpec::Fd(_) => format!("{what}; serving on an inherited socket"),
     }
 }

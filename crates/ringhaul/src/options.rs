@@ -211,11 +211,15 @@ pub struct ServeArgs {
     /// changes.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub state: Option<PathBuf>,
-    /// The members of this group may connect to the control socket too. They name disks in
-    /// `--allow-disk-dir` alone, and place sockets beside the control socket or in
-    /// `--allow-socket-dir`.
+    /// The members of this group may connect to the control socket too. They use disks that they
+    /// can open themselves, and disks in `--allow-disk-dir`. They place sockets beside the control
+    /// socket or in `--allow-socket-dir`.
     #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
     pub control_group: Option<String>,
+    /// The members of this group may connect to the control socket too, and only query: `list`,
+    /// `show`, `stats`, `metrics`, `top`, `doctor`, `events` and the log.
+    #[arg(help_heading = "Socket", long, value_name = "GROUP", requires = "control")]
+    pub control_read_group: Option<String>,
     /// Disks that are added later may be files in this folder and its subfolders; may be repeated.
     /// Commands of `--control-group` may name files there; no link leads out of it. The sandbox
     /// permits disks there too.

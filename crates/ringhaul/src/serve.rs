@@ -82,7 +82,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     }
     // Before the state is read: a daemon that listens there usually owns the state, too.
     let control = match (inherited.control(args.control.as_deref())?, &args.control) {
-        (None, Some(path)) => Some(ControlSocket::bind(path, access.group)?),
+        (None, Some(path)) => Some(ControlSocket::bind(path, access.groups)?),
         (passed, _) => passed,
     };
     let mut start = Start::read(args, config)?;

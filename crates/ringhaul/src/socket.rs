@@ -24,6 +24,7 @@ use vhost_user::{FdIndex, PassedFds};
 
 use crate::sandbox;
 use peer::Peer;
+use permissions::SocketGroups;
 
 /// A source of front-ends.
 pub enum Endpoint {
@@ -104,18 +105,18 @@ impl Endpoint {
     }
 
     /// Like [`bind`](Self::bind), but only this user may connect from the moment the socket exists;
-    /// afterwards the members of `group`, if there is one, may too.
+    /// afterwards the members of `groups`, if there are any, may too.
     ///
     /// # Errors
     ///
     /// Like [`bind`](Self::bind); and when strangers can write to the folder, see
     /// [`permissions`].
-    pub(crate) fn bind_private(path: &Path, option: &str, group: Option<u32>) -> Result<Self> {
-        permissions::check_private_folder(path, group)
+    pub(crate) fn bind_private(path: &Path, option: &str, groups: SocketGroups) -> Result<Self> {
+        permissions::check_private_folder(path, groups.owner)
             .with_context(|| format!("cannot use {option} {}", path.display()))?;
         let endpoint = Self::bind_with(path, option, private_listener)?;
         if let Self::Listener(socket) = &endpoint {
-            permissions::give_to(path, socket.identity, group)?;
+            permissions::give_to(path, socket.identity, groups)?;
         }
         Ok(endpoint)
     }
@@ -555,11 +556,12 @@ mod tests {
         let listener = private_listener(&path).unwrap();
         assert_eq!(mode(), 0o600);
         drop(listener);
-        let endpoint = Endpoint::bind_private(&path, "", None).unwrap();
+        let endpoint = Endpoint::bind_private(&path, "", SocketGroups::default()).unwrap();
         assert_eq!(mode(), 0o600);
         drop(endpoint);
         let group = rustix::process::getegid().as_raw();
-        let _endpoint = Endpoint::bind_private(&path, "", Some(group)).unwrap();
+        let groups = SocketGroups { owner: Some(group), further: None };
+        let _endpoint = Endpoint::bind_private(&path, "", groups).unwrap();
         assert_eq!(mode(), 0o660);
         assert!(UnixStream::connect(&path).is_ok());
     }

@@ -1,6 +1,7 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
 pub mod command;
+pub(crate) mod file_record;
 pub(crate) mod identity;
 pub(crate) mod lease_id;
 pub mod process;
@@ -24,6 +25,7 @@ use device::scsi::config::REQUEST_QUEUES_MAX;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use file_record::FileRecord;
 use qos::{LimitSpec, OnError, QosChange, QosSpec};
 use switches::RUN_MAX;
 
@@ -165,6 +167,8 @@ pub(crate) struct WrittenExport {
     /// The handling of writes, discards and zeroes that a disk fails; `hold-briefly` if it is left
     /// out.
     werror: Option<OnError>,
+    /// The files that a member of the group has named; no other file is opened for the disk.
+    files: Option<Vec<FileRecord>>,
 }
 
 impl WrittenExport {
@@ -189,6 +193,7 @@ impl WrittenExport {
                 rerror: self.rerror,
                 werror: self.werror,
             }),
+            files: self.files.or_else(|| usual.files.clone()),
         };
         let Self { name, endpoint, device, .. } = self;
         ExportSpec { name, endpoint, device, settings }
@@ -274,6 +279,10 @@ pub struct ExportSettings {
     /// Limits and error policy of the disks.
     #[serde(flatten)]
     pub rules: QosSpec,
+    /// The files that a member of the `--control-group` has named. `None`: root or the user of the
+    /// daemon has named them, and the disk may open all that it names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub files: Option<Vec<FileRecord>>,
 }
 
 impl Default for ExportSettings {
@@ -293,6 +302,7 @@ impl Default for ExportSettings {
             run_max: None,
             fixed_buffers: false,
             rules: QosSpec::default(),
+            files: None,
         }
     }
 }

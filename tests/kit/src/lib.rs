@@ -22,6 +22,7 @@ pub mod libvirt;
 pub mod nbd_recorder;
 pub mod nbd_server;
 pub mod page;
+pub mod prometheus;
 pub mod random;
 pub mod server;
 pub mod service_manager;

@@ -25,6 +25,7 @@ mod members;
 mod metrics;
 mod operator_mistakes;
 mod options;
+mod passed_files;
 mod probes;
 mod prometheus;
 mod recipes;

@@ -21,6 +21,11 @@ const GROUP: &str = "4711";
 /// Sends a request from an independent program, as a user in this group alone. Returns the first
 /// answer.
 fn call_as_member(path: &Path, method: &str, params: &Value) -> Result<Value> {
+    call_as(GROUP, path, method, params)
+}
+
+/// Like [`call_as_member`], as a user in another group.
+fn call_as(group: &str, path: &Path, method: &str, params: &Value) -> Result<Value> {
     const ASK: &str = r#"
         $SIG{PIPE} = 'IGNORE';
         my $socket = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die "cannot connect";
@@ -30,7 +35,7 @@ fn call_as_member(path: &Path, method: &str, params: &Value) -> Result<Value> {
     "#;
     let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
     let mut ask = Command::new("setpriv");
-    ask.args(["--reuid=65534", "--regid=65534", &format!("--groups={GROUP}")]);
+    ask.args(["--reuid=65534", "--regid=65534", &format!("--groups={group}")]);
     ask.args(["perl", "-MIO::Socket::UNIX", "-e", ASK]).arg(path).arg(request.to_string());
     let finished = run(ask.stdin(Stdio::null()))?.expect_code(0)?;
     let answer = finished.stdout.lines().next().context("it has no answer")?;
@@ -163,7 +168,10 @@ fn members_name_files_and_sockets_in_allowed_folders_alone() -> Result<()> {
     let state = json!({ "endpoint": { "path": folders.socket("control.state.new") },
         "device": { "blk": "null:1M" } });
     let with = |disk: Value| export(&folders, "no", &disk);
-    let backing = json!({ "qcow2": { "backing": "anywhere", "over": file("disk") } });
+    let backing = json!({ "qcow2": { "backing": "anywhere", "over": file("image") } });
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&secret);
+    run(create.arg(allowed.join("image")))?.expect_code(0)?;
     let refusals = [
         (with(json!({ "file": secret })), "it is outside"),
         (with(file("../secret")), "without '..'"),
@@ -172,7 +180,7 @@ fn members_name_files_and_sockets_in_allowed_folders_alone() -> Result<()> {
         (with(json!("nbd,socket=/run/server")), "name the server by host and port"),
         (with(json!("rbd:pool/image")), "its access to a Ceph cluster"),
         (with(json!({ "luks": { "key": { "fd": 9 }, "over": file("disk") } })), "descriptor"),
-        (with(backing), "backing files"),
+        (with(backing), "the backing file of"),
         (elsewhere, "cannot place a socket"),
         (descriptor, "descriptor"),
         (state, "kept for the daemon"),
@@ -221,4 +229,43 @@ fn a_folder_that_is_allowed_exists() -> Result<()> {
     command.args(["serve", "--disk", "null:1M", "--socket-path"]);
     command.arg(folders.socket("vm.sock")).arg("--control").arg(folders.socket("control"));
     run(command.arg("--config").arg(&file))?.expect_refusal(&["--allow-disk-dir", "absent"])
+}
+
+/// Both groups may connect, each with its own rights, and no other user.
+#[test]
+fn readers_may_query_and_call_no_other_method() -> Result<()> {
+    const READERS: &str = "4712";
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let daemon = serve_members(&folders, &["--control-read-group", READERS])?;
+    let control = folders.socket("control");
+    let queries =
+        ["ping", "export.list", "export.show", "stats", "metrics", "process", "log", "subscribe"];
+    for method in methods()? {
+        // The role comes before the parameters.
+        let params = match &*method {
+            "export.show" => json!({ "export": "vm" }),
+            _ => json!({}),
+        };
+        let answer = call_as(READERS, &control, &method, &params)?;
+        let says = answer["error"]["message"].as_str().unwrap_or_default();
+        if queries.contains(&&*method) {
+            ensure!(answer["error"].is_null(), "{method}: {answer}");
+        } else {
+            ensure!(answer["error"]["code"] == REFUSED, "{method}: {answer}");
+            ensure!(says.starts_with("permission denied: a member of --control-read"), "{says}");
+        }
+    }
+    let begin = json!({ "formats": [6], "inflight-versions": [1], "version": "test" });
+    let answer = call_as(READERS, &control, "takeover", &begin)?;
+    ensure!(answer["error"]["code"] == REFUSED, "{answer}");
+    let answer = call_as_member(&control, "set", &json!({}))?;
+    ensure!(answer["error"].is_null(), "{answer}");
+    let stranger = call_as("4713", &control, "ping", &json!({}));
+    ensure!(stranger.is_err(), "a stranger may connect: {stranger:?}");
+    Client::new(&control)?.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0).map(drop)
 }

@@ -1,6 +1,6 @@
 //! Metrics: the HTTP server, the text, and the counters over a takeover.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::prometheus::get;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -33,16 +34,6 @@ fn load(folders: &TestFolders) -> Result<()> {
     let options = format!("--rw randread --number_ios {REQUESTS}");
     run(&mut bench(&folders.socket("vm.sock"), &options)?)?.expect_code(0)?;
     Ok(())
-}
-
-/// The head and the body of the answer to a request for this page.
-pub(super) fn get(mut stream: impl Read + Write, page: &str) -> Result<(String, String)> {
-    // Version 1.0: the end of the answer closes the connection.
-    write!(stream, "GET {page} HTTP/1.0\r\n\r\n")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    let (head, body) = answer.split_once("\r\n\r\n").context("the answer has no head")?;
-    Ok((head.to_owned(), body.to_owned()))
 }
 
 fn metrics(folders: &TestFolders) -> Result<String> {

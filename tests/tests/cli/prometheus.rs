@@ -1,16 +1,15 @@
 //! The rules and the dashboard in `contrib/monitoring`, with Prometheus itself.
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, run, serve};
-use ringhaul_tools::process::{output, retry};
+use ringhaul_kit::cli::{Running, bench, run, serve};
+use ringhaul_kit::prometheus::{Prometheus, free_address};
+use ringhaul_tools::process::output;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::metrics::get;
 use crate::{DISK_BYTES, test_folders};
 
 const MONITORING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib/monitoring");
@@ -42,61 +41,6 @@ fn each_alert_rule_has_a_test() -> Result<()> {
     Ok(())
 }
 
-/// A Prometheus that scrapes one daemon.
-struct Prometheus {
-    address: SocketAddr,
-    child: std::process::Child,
-}
-
-impl Prometheus {
-    fn start(folders: &TestFolders, scraped: SocketAddr) -> Result<Self> {
-        let config = format!(
-            "global: {{ scrape_interval: 500ms }}\n\
-             scrape_configs:\n\
-             - job_name: ringhaul\n  \
-               static_configs: [{{ targets: ['{scraped}'] }}]\n"
-        );
-        let file = folders.path("prometheus.yml");
-        std::fs::write(&file, config)?;
-        let address = free_address()?;
-        let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", "prometheus"])
-            .arg(format!("--config.file={}", file.display()))
-            .arg(format!("--storage.tsdb.path={}", folders.path("prometheus").display()))
-            .arg(format!("--web.listen-address={address}"))
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .context("starting prometheus; `make setup` installs it")?;
-        Ok(Self { address, child })
-    }
-
-    /// The values of an expression now.
-    fn query(&self, expression: &str) -> Result<Vec<f64>> {
-        let encoded: String = expression.bytes().map(|byte| format!("%{byte:02x}")).collect();
-        let page = format!("/api/v1/query?query={encoded}");
-        let (head, body) = get(TcpStream::connect(self.address)?, &page)?;
-        ensure!(head.contains(" 200 "), "{expression}: {head} {body}");
-        let answer: Value = serde_json::from_str(&body)?;
-        let samples = answer["data"]["result"].as_array().context("no result")?.iter();
-        samples
-            .map(|sample| Ok(sample["value"][1].as_str().context("no value")?.parse()?))
-            .collect()
-    }
-}
-
-impl Drop for Prometheus {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// An address that was free a moment ago.
-fn free_address() -> Result<SocketAddr> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?)
-}
-
 /// The expressions of the dashboard, with its variables replaced.
 fn expressions() -> Result<Vec<String>> {
     let dashboard = std::fs::read_to_string(Path::new(MONITORING).join("dashboard.json"))?;
@@ -116,17 +60,13 @@ fn prometheus_answers_each_expression_of_the_dashboard_with_data() -> Result<()>
     folders.disk("disk.img", DISK_BYTES)?;
     let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
     let mut daemon = Running::serve(command.args(["--metrics", &scraped.to_string()]))?;
-    let prometheus = Prometheus::start(&folders, scraped)?;
+    let prometheus = Prometheus::start(&folders.path(""), scraped, "500ms")?;
     run(&mut bench(&folders.socket("vm.sock"), "--rw randrw --iodepth 8 --runtime 10")?)?
         .expect_code(0)?;
     let expressions = expressions()?;
     ensure!(expressions.len() > 15, "{expressions:?}");
     for expression in &expressions {
-        retry(LIMIT, || {
-            let values = prometheus.query(expression)?;
-            ensure!(values.iter().any(|value| !value.is_nan()), "{expression} has no data");
-            Ok(())
-        })?;
+        prometheus.wait(expression)?;
     }
     let rate = prometheus.query("sum(rate(ringhaul_request_duration_seconds_count[30s]))")?;
     ensure!(rate.first() > Some(&1.0), "no load: {rate:?}");

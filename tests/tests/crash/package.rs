@@ -270,11 +270,14 @@ impl Image {
     fn make() -> Result<Self> {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
         let at = |name: &str| folder.path().join(name);
-        let storage = format!(
-            "[storage]\ndriver = \"vfs\"\ngraphroot = {:?}\nrunroot = {:?}\n",
-            at("graph"),
-            at("run")
-        );
+        let [graph, state, own] = ["graph", "run", "tmp"].map(at);
+        let storage = "[storage]\ndriver = \"vfs\"\n";
+        let storage = format!("{storage}graphroot = {graph:?}\nrunroot = {state:?}\n");
+        // The defaults of podman are above the limits of some machines.
+        let limits =
+            "[containers]\ndefault_ulimits = [\"nofile=4096:4096\", \"nproc=4096:4096\"]\n";
+        let engine = format!("{limits}[engine]\nruntime = \"runc\"\ntmp_dir = {own:?}\n");
+        fs::write(at("containers.conf"), engine)?;
         fs::write(at("storage.conf"), storage)?;
         for file in needed_files()? {
             let copy = at("base").join(file.trim_start_matches('/'));
@@ -289,8 +292,9 @@ impl Image {
         )?;
         let base = "localhost/base:1";
         output(image.podman().arg("import").arg(&archive).arg(base))?;
-        let storage = image.at("storage.conf").display().to_string();
-        make("oci", &image.at("out"), &[("BASE", base), ("CONTAINERS_STORAGE_CONF", &storage)])?;
+        let settings = image.settings();
+        let [first, second] = settings.each_ref().map(|(name, file)| (*name, file.as_str()));
+        make("oci", &image.at("out"), &[("BASE", base), first, second])?;
         Ok(image)
     }
 
@@ -300,9 +304,15 @@ impl Image {
 
     fn podman(&self) -> Command {
         let mut command = Command::new("podman");
-        command.env("CONTAINERS_STORAGE_CONF", self.at("storage.conf"));
-        command.args(["--runtime", "runc"]);
+        command.envs(self.settings());
         command
+    }
+
+    /// Variables that keep all state of podman in the folder.
+    fn settings(&self) -> [(&'static str, String); 2] {
+        let files =
+            [("CONTAINERS_CONF", "containers.conf"), ("CONTAINERS_STORAGE_CONF", "storage.conf")];
+        files.map(|(name, file)| (name, self.at(file).display().to_string()))
     }
 
     /// Starts a container with a disk and the folder of its socket.
@@ -320,8 +330,6 @@ impl Image {
         )?;
         let mut start = self.podman();
         start.args(["run", "--detach", "--name", "vm1", "--network", "none"]);
-        // The defaults of podman are above the limits of some machines.
-        start.args(["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"]);
         start.arg(format!("--volume={}:/run/ringhaul", self.at("sockets").display()));
         start.arg(format!("--volume={}:/srv/disks", self.at("disks").display()));
         start.arg(&self.name).args([

@@ -3,6 +3,7 @@
 pub(super) mod alignment;
 mod attributes;
 pub(super) mod lock;
+pub(crate) mod opening;
 pub(super) mod partial_blocks;
 mod retries;
 pub(crate) mod size_probe;

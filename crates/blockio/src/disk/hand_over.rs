@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::file::source::FileSource;
 use super::info::{DiskOptions, DiskState};
@@ -29,6 +29,12 @@ impl<'a> DiskHandOver<'a> {
     #[must_use]
     pub fn descriptor(self) -> Option<BorrowedFd<'a>> {
         self.0.open_file().map(AsFd::as_fd)
+    }
+
+    /// The files that another program has opened for the disk, with their paths.
+    #[must_use]
+    pub fn files(self) -> &'a [(PathBuf, File)] {
+        self.0.files.as_ref().map_or(&[], |files| files.files())
     }
 
     /// The errno of the loss of data, if [there was one](DiskState::Lost).

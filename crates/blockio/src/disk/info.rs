@@ -1,10 +1,12 @@
 //! Options and properties of a disk, its state, and failed transfers.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use super::folder::Folder;
 use crate::error::Error;
+use crate::file::FileTable;
 use iomem::Buffers;
 
 /// Options for opening a disk.
@@ -33,6 +35,8 @@ pub struct DiskOptions {
     /// The path names a regular file within this folder, relative to it. No link may lead out of
     /// the folder, even while names change there.
     pub within: Option<Folder>,
+    /// Files that are open already. They take precedence over a path.
+    pub files: Option<Arc<FileTable>>,
 }
 
 /// The properties of a disk.

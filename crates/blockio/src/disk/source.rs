@@ -12,6 +12,7 @@ use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement};
 use super::qos::Shared;
 use crate::config::EngineKind;
 use crate::error::Error;
+use crate::file::FileTable;
 use crate::thread::io::Io;
 
 /// An open disk, for any number of IoThreads. Clones are of the same disk.
@@ -24,6 +25,8 @@ pub struct DiskSource {
     pub(super) kind: SourceKind,
     /// The preferred engine, and the reason for it.
     pub(super) engine: Option<(EngineKind, Arc<str>)>,
+    /// Files that another program has opened for the disk.
+    pub(super) files: Option<Arc<FileTable>>,
 }
 
 #[derive(Debug, Clone)]
@@ -56,7 +59,13 @@ impl DiskSource {
     }
 
     pub(super) fn new(info: DiskInfo, kind: SourceKind) -> Self {
-        Self { info, shared: Arc::new(Shared::new(info.size_bytes)), kind, engine: None }
+        Self {
+            info,
+            shared: Arc::new(Shared::new(info.size_bytes)),
+            kind,
+            engine: None,
+            files: None,
+        }
     }
 
     /// Returns the disk for reading its content before it has requests. The disk itself learns
@@ -210,6 +219,12 @@ impl DiskSource {
     #[must_use]
     pub fn prefer_engine(self, engine: EngineKind, reason: &str) -> Self {
         Self { engine: Some((engine, reason.into())), ..self }
+    }
+
+    /// Keeps files that another program has opened for the disk, for a hand-over.
+    #[must_use]
+    pub fn with_files(self, files: Option<Arc<FileTable>>) -> Self {
+        Self { files, ..self }
     }
 }
 

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use blockio::DiskSource;
 use blockio::disk::Folder;
+use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
 use crate::qcow2::{self, Layer};
@@ -44,20 +45,38 @@ pub(super) fn is_image(source: &DiskSource) -> Result<bool> {
 /// The most layers of an image, itself included.
 const LAYERS_MAX: usize = 32;
 
-/// Opens the qcow2 image in `source`, which begins at the first byte of `file` if that is given,
-/// with the backing files that are `allowed`. `open_backing` opens one for reading: a path, which
+/// The file of an image.
+pub(super) struct ImageFile<'a> {
+    /// The file as a disk.
+    pub(super) source: DiskSource,
+    /// The path of the file, if the image begins at its first byte.
+    pub(super) file: Option<&'a Path>,
+    /// The backing files that it may have.
+    pub(super) allowed: &'a BackingFiles,
+    /// Files that are open already.
+    pub(super) files: Option<&'a FileTable>,
+}
+
+/// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
 /// may be relative to a folder that it must not leave. With `is_deferred` another process still
 /// writes to the image.
 pub(super) fn open_qcow2(
-    source: DiskSource,
-    file: Option<&Path>,
-    allowed: &BackingFiles,
-    mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
+    image: ImageFile<'_>,
+    open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
     is_deferred: bool,
 ) -> Result<DiskSource> {
+    Ok(qcow2::open(open_layers(image, open_backing)?, is_deferred)?)
+}
+
+/// Opens the layers of a qcow2 image, from the top.
+pub(super) fn open_layers(
+    ImageFile { source, file, allowed, files }: ImageFile<'_>,
+    mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
+) -> Result<Vec<Layer>> {
     let mut layers = vec![Layer::qcow2(source)?];
     let outer = file.map_or("the image".to_owned(), |path| path.display().to_string());
     let mut finder = BackingSearch::new(file, allowed, layers[0].source());
+    finder.files = files;
     let mut image = file.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
@@ -88,7 +107,7 @@ pub(super) fn open_qcow2(
         layers.push(layer);
         image = Some(path);
     }
-    Ok(qcow2::open(layers, is_deferred)?)
+    Ok(layers)
 }
 
 /// A backing file.
@@ -118,6 +137,8 @@ struct BackingSearch<'a> {
     is_in_file: bool,
     /// The layers found so far.
     seen: Vec<(Id, PathBuf)>,
+    /// Files that are open already. The program that opened them has searched for them.
+    files: Option<&'a FileTable>,
 }
 
 impl<'a> BackingSearch<'a> {
@@ -125,7 +146,7 @@ impl<'a> BackingSearch<'a> {
         let is_in_file = top.chain().last().is_some_and(|link| link.kind == "file");
         let data = image.and_then(|path| Some((path.metadata().ok()?, path)));
         let seen = data.map(|(data, path)| ((data.dev(), data.ino()), path.to_owned()));
-        Self { image, allowed, is_in_file, seen: seen.into_iter().collect() }
+        Self { image, allowed, is_in_file, seen: seen.into_iter().collect(), files: None }
     }
 
     /// Finds the file that an image at `image` names.
@@ -144,16 +165,18 @@ impl<'a> BackingSearch<'a> {
                 bail!("its name is relative, and the image is not a file; give an absolute path")
             }
         };
-        let (found, place) = match self.allowed {
-            BackingFiles::None => bail!(
+        let passed = self.files.and_then(|files| files.get(&path));
+        let (found, place) = match (self.allowed, passed) {
+            (BackingFiles::None, _) => bail!(
                 "the name of the disk allows no backing file; if the image is trusted and this is \
                  the right file, add it to the name of the disk: {}. backing=beside allows all \
                  files in the folder of the image",
                 self.key(&path, &[])
             ),
-            BackingFiles::Anywhere => self.find_anywhere(path)?,
-            BackingFiles::Beside => self.find_beside(path)?,
-            BackingFiles::Named(names) => self.find_listed(path, names)?,
+            (_, Some(file)) => (BackingFile { file: path.clone(), path, within: None }, file?),
+            (BackingFiles::Anywhere, None) => self.find_anywhere(path)?,
+            (BackingFiles::Beside, None) => self.find_beside(path)?,
+            (BackingFiles::Named(names), None) => self.find_listed(path, names)?,
         };
         self.check_loop(&found, id_of(&place)?)?;
         Ok(found)
@@ -279,7 +302,8 @@ mod tests {
 
     fn find(image: Option<&Path>, allowed: &BackingFiles, name: &str) -> Result<PathBuf, String> {
         let is_in_file = image.is_some_and(Path::is_file);
-        let mut finder = BackingSearch { image, allowed, is_in_file, seen: Vec::new() };
+        let mut finder =
+            BackingSearch { image, allowed, is_in_file, seen: Vec::new(), files: None };
         let found = finder.find(name, image).map_err(|error| format!("{error:#}"))?;
         let file = match &found.within {
             Some(folder) => folder.join(&found.file),

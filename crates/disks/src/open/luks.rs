@@ -1,11 +1,12 @@
 //! Opens encrypted disks: reads their keys and headers.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blockio::file::open_regular;
+use blockio::file::{FileTable, check_regular, open_regular};
 use blockio::{DiskOptions, DiskSource};
 use rustix::io::Errno;
 
@@ -23,20 +24,30 @@ pub(super) fn open_luks(
     key: &KeySpec,
     header: Option<&Path>,
     discard: bool,
+    files: Option<&Arc<FileTable>>,
 ) -> Result<DiskSource> {
-    let passphrase = read_key(key)?;
-    let header = header.map(open_header).transpose()?;
+    let passphrase = read_key(key, files)?;
+    let header = header.map(|path| open_header(path, files)).transpose()?;
     let most_work = KdfLimits::default();
     Ok(luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
 }
 
-fn read_key(key: &KeySpec) -> Result<Passphrase> {
+fn read_key(key: &KeySpec, files: Option<&Arc<FileTable>>) -> Result<Passphrase> {
     match key {
         KeySpec::File(path) => {
             let what = |error: io::Error| {
                 anyhow!("cannot read the key in {}: {error}; check key-file", path.display())
             };
-            Passphrase::read(open_regular(path).map_err(what)?).map_err(what)
+            let file = match files.and_then(|files| files.get(path)) {
+                Some(passed) => passed.and_then(|mut file| {
+                    check_regular(&file)?;
+                    // The key may have been read before, by the process that handed it over.
+                    file.rewind()?;
+                    Ok(file)
+                }),
+                None => open_regular(path),
+            };
+            Passphrase::read(file.map_err(what)?).map_err(what)
         }
         &KeySpec::Fd(fd) => {
             read_inherited(fd).with_context(|| format!("cannot read the key from descriptor {fd}"))
@@ -62,7 +73,8 @@ fn read_inherited(fd: i32) -> Result<Passphrase> {
 }
 
 /// Opens a header without a lock, because other disks may use it. It is only read.
-fn open_header(path: &Path) -> Result<DiskSource> {
-    let options = DiskOptions { read_only: true, no_lock: true, ..DiskOptions::default() };
+fn open_header(path: &Path, files: Option<&Arc<FileTable>>) -> Result<DiskSource> {
+    let files = files.cloned();
+    let options = DiskOptions { read_only: true, no_lock: true, files, ..DiskOptions::default() };
     Ok(DiskSource::file(path, &options)?)
 }

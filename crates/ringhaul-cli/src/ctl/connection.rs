@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ringhaul::control_socket::descriptors::send_line;
 use serde_json::{Value, json};
 
 /// A connection.
@@ -42,9 +44,22 @@ impl Connection {
 
     /// Calls a method, and waits for the answer.
     pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Result<Value, Refusal>> {
+        self.call_with(method, params, &[])
+    }
+
+    /// Calls a method with open files, which `params` name.
+    pub(super) fn call_with(
+        &mut self,
+        method: &str,
+        params: &Value,
+        files: &[File],
+    ) -> Result<Result<Value, Refusal>> {
         let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        let line = format!("{request}\n");
         // A daemon that refuses a client sends its reason and hangs up, so that sending may fail.
-        let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
+        let stream = self.stream.get_mut();
+        let sent = send_line(stream, line.as_bytes(), files)
+            .and_then(|bytes| stream.write_all(&line.as_bytes()[bytes..]));
         loop {
             let Some(mut line) = self.line()? else {
                 sent.with_context(|| self.asking())?;

@@ -80,6 +80,11 @@ impl Export {
                     file: fds.put_some(format!("disk of {name}"), disk.hand_over().descriptor())?,
                     size_bytes: disk.info().size_bytes,
                     engine: disk.preferred_engine().map(|engine| engine.to_string()),
+                    files: (disk.hand_over().files().iter())
+                        .map(|(path, file)| {
+                            Ok((path.clone(), fds.put(path.display().to_string(), file)?))
+                        })
+                        .collect::<io::Result<_>>()?,
                 })
             });
             let disks = disks.collect::<io::Result<_>>()?;

@@ -1,6 +1,7 @@
 //! The state with which a process takes over exports: first the description of each, while the old
 //! process serves it, then its progress, when its queues do not run.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
@@ -31,6 +32,9 @@ pub(crate) struct HandedDisk {
     pub(crate) size_bytes: u64,
     /// The name of its engine.
     pub(crate) engine: Option<String>,
+    /// Files that a third program has opened for the disk, with their paths.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) files: Vec<(PathBuf, FdIndex)>,
 }
 
 /// An export with disks that are being opened.

@@ -1,28 +1,55 @@
 //! The rights of the clients of a control socket. Root and the user of the daemon may do all.
 //! Members of the `--control-group` name files and sockets in the allowed folders alone.
 
+use std::collections::BTreeSet;
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use blockio::disk::Folder;
-use disks::spec::{BackingFiles, KeySpec};
+use blockio::DiskOptions;
+use blockio::disk::{Folder, open_for_other};
+use blockio::file::FileTable;
+use disks::open::for_other::open_files;
+use disks::spec::KeySpec;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;
 
+use super::descriptors::Descriptor;
+use crate::open::disk::PassedFiles;
 use crate::options::ServeArgs;
-use crate::socket::permissions;
-use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSpec, UnitSpec};
+use crate::socket::peer::peer_is_in_group;
+use crate::socket::permissions::{self, SocketGroups};
+use crate::spec::command::Command;
+use crate::spec::{
+    DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, FileRecord, UnitPlace, UnitSpec,
+};
+
+/// The rights of a client. Each role has those of the roles before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Role {
+    /// A member of the `--control-read-group` queries.
+    Reader,
+    /// A member of the `--control-group` changes exports, with its own files.
+    Member,
+    /// Root, and the user of the daemon.
+    Owner,
+}
+
+impl Role {
+    pub(super) const COUNT: usize = 3;
+}
 
 const ONLY_OWNERS: &str = "only root and the user of this daemon";
 
 /// The groups that may use a control socket, and the folders that their members may name.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Access {
-    /// The group of the members.
-    pub(crate) group: Option<u32>,
+    /// The groups of members and of readers.
+    pub(crate) groups: SocketGroups,
     pub(super) disk_folders: Vec<PathBuf>,
     pub(super) socket_folders: Vec<PathBuf>,
     /// The control socket.
@@ -36,87 +63,157 @@ impl Access {
     ///
     /// When a group or a folder does not exist.
     pub(crate) fn new(args: &ServeArgs) -> Result<Self> {
-        let group = args.control_group.as_deref();
-        let group = group.map(permissions::group_id).transpose();
+        let id = |group: &Option<String>| group.as_deref().map(permissions::group_id).transpose();
         let control = args.control.as_ref().map(std::path::absolute).transpose();
         let control = control.context("cannot determine the folder of the control socket")?;
         let mut socket_folders = folders("--allow-socket-dir", &args.allow_socket_dir)?;
         socket_folders.extend(control.as_deref().and_then(Path::parent).map(Path::to_owned));
         Ok(Self {
-            group: group.context("cannot use --control-group")?,
+            groups: SocketGroups {
+                owner: id(&args.control_group).context("cannot use --control-group")?,
+                further: id(&args.control_read_group).context("cannot use --control-read-group")?,
+            },
             disk_folders: folders("--allow-disk-dir", &args.allow_disk_dir)?,
             socket_folders,
             control,
         })
     }
 
-    /// Checks that a member may add this export.
+    /// The role of the client on this connection, if it has one.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel does not report its groups.
+    pub(super) fn role_of(&self, connection: impl AsFd, user: u32) -> Result<Option<Role>> {
+        if is_owner(user, geteuid().as_raw()) {
+            return Ok(Some(Role::Owner));
+        }
+        let SocketGroups { owner, further } = self.groups;
+        for (group, role) in [(owner, Role::Member), (further, Role::Reader)] {
+            if let Some(group) = group
+                && peer_is_in_group(connection.as_fd(), group)
+                    .context("cannot read the groups of the client")?
+            {
+                return Ok(Some(role));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Checks that a member may give this command. Takes the files of its disks out of `files`, and
+    /// opens the others in the allowed folders. The specification of each disk gets the record of
+    /// its files, so that a later process opens these files alone. `export` are the settings of the
+    /// export that gets a unit.
     ///
     /// # Errors
     ///
     /// When it names a socket or a file that members may not name.
-    pub(super) fn check_export(&self, spec: &ExportSpec) -> Result<()> {
+    pub(super) fn admit(
+        &self,
+        command: &mut Command,
+        export: &ExportSettings,
+        files: &mut Vec<(Descriptor, File)>,
+    ) -> Result<PassedFiles> {
+        let mut passed = PassedFiles::new();
+        match command {
+            Command::Add(specs) => {
+                for spec in specs {
+                    self.admit_export(spec, files, &mut passed)?;
+                }
+            }
+            Command::AddUnit(_, unit) => {
+                self.admit_unit(unit, export, files, &mut passed)?;
+            }
+            _ => {}
+        }
+        Ok(passed)
+    }
+
+    fn admit_export(
+        &self,
+        spec: &mut ExportSpec,
+        files: &mut Vec<(Descriptor, File)>,
+        passed: &mut PassedFiles,
+    ) -> Result<()> {
         match &spec.endpoint {
             EndpointSpec::Fd(_) => bail!("{ONLY_OWNERS} may name an inherited descriptor"),
             EndpointSpec::Path(path) => self.check_socket(path)?,
         }
-        match &spec.device {
-            DeviceSpec::Blk(disk) => self.check_disk(disk),
-            DeviceSpec::Scsi(units) => units.iter().try_for_each(|unit| self.check_unit(unit)),
-        }
-    }
-
-    /// Checks that a member may add this unit.
-    ///
-    /// # Errors
-    ///
-    /// When it names a file that members may not name.
-    pub(super) fn check_unit(&self, unit: &UnitSpec) -> Result<()> {
-        self.check_disk(&unit.disk)?;
-        let Some(path) = &unit.settings.reservations else { return Ok(()) };
-        check_place(path, &self.disk_folders, ("--allow-disk-dir", true)).with_context(|| {
-            format!(
-                "a member of the --control-group cannot keep reservations in {}",
-                path.display()
-            )
-        })
-    }
-
-    fn check_disk(&self, disk: &DiskSpec) -> Result<()> {
-        match disk {
-            DiskSpec::Null { .. } => Ok(()),
-            DiskSpec::File(path) => self.check_file(path),
-            DiskSpec::Raw { over, .. } => self.check_disk(over),
-            DiskSpec::Qcow2 { backing, over } | DiskSpec::Image { backing, over, .. } => {
-                ensure!(*backing == BackingFiles::None, "{ONLY_OWNERS} may allow backing files");
-                self.check_disk(over)
+        spec.settings.files = None;
+        let settings = spec.settings.clone();
+        match &mut spec.device {
+            DeviceSpec::Blk(disk) => {
+                let opened = self.open(disk, &settings, take_at(files, None))?;
+                spec.settings.files = Some(records(&opened)?);
+                passed.insert(None, Arc::new(FileTable::new(opened, true)));
             }
-            DiskSpec::Luks { key, header, over, .. } => {
-                match key {
-                    KeySpec::Fd(_) => bail!("{ONLY_OWNERS} may name an inherited descriptor"),
-                    KeySpec::File(path) => self.check_file(path)?,
+            DeviceSpec::Scsi(units) => {
+                for unit in units {
+                    self.admit_unit(unit, &settings, files, passed)?;
                 }
-                header.iter().try_for_each(|path| self.check_file(path))?;
-                self.check_disk(over)
             }
-            DiskSpec::Nbd(nbd) => {
-                ensure!(
-                    nbd.socket.is_none() && nbd.tls_certificates.is_none(),
-                    "{ONLY_OWNERS} may name the socket of an NBD server, or a folder with \
-                     certificates; name the server by host and port"
-                );
-                Ok(())
-            }
-            DiskSpec::Rbd(_) => bail!("{ONLY_OWNERS} may use its access to a Ceph cluster"),
         }
+        Ok(())
     }
 
-    /// Checks that a file lies in an allowed folder.
-    fn check_file(&self, path: &Path) -> Result<()> {
-        let beneath = beneath(path, &self.disk_folders, "--allow-disk-dir");
-        let found = beneath.and_then(|(folder, rest)| Ok(Folder::open(folder)?.find(rest)?));
-        found.map(drop).with_context(|| {
-            format!("a member of the --control-group cannot name {}", path.display())
+    fn admit_unit(
+        &self,
+        unit: &mut UnitSpec,
+        export: &ExportSettings,
+        files: &mut Vec<(Descriptor, File)>,
+        passed: &mut PassedFiles,
+    ) -> Result<()> {
+        if let Some(path) = &unit.settings.reservations {
+            let allowed = check_place(path, &self.disk_folders, ("--allow-disk-dir", true));
+            allowed.with_context(|| {
+                let shown = path.display();
+                format!("a member of the --control-group cannot keep reservations in {shown}")
+            })?;
+        }
+        let place = Some(unit.place());
+        let (disk, settings) = unit.disk(export);
+        let opened = self.open(&disk, &settings, take_at(files, place))?;
+        unit.settings.files = Some(records(&opened)?);
+        passed.insert(place, Arc::new(FileTable::new(opened, true)));
+        Ok(())
+    }
+
+    /// Opens the files of a disk, as far as they are not among the ones that the member has passed.
+    fn open(
+        &self,
+        disk: &DiskSpec,
+        settings: &ExportSettings,
+        passed: Vec<(PathBuf, File)>,
+    ) -> Result<Vec<(PathBuf, File)>> {
+        check_kinds(disk)?;
+        let options = DiskOptions {
+            read_only: settings.read_only,
+            no_lock: settings.no_lock,
+            ..DiskOptions::default()
+        };
+        let open = &mut |path: &Path, options: &DiskOptions| {
+            let named = options.within.as_ref().map(|folder| folder.join(path));
+            let path = named.as_deref().unwrap_or(path);
+            match passed.iter().find(|(name, _)| name == path) {
+                Some((_, file)) => Ok(file.try_clone()?),
+                None => self.open_allowed(path, options),
+            }
+        };
+        open_files(disk, &options, open)
+    }
+
+    /// Opens a file in an allowed folder.
+    fn open_allowed(&self, path: &Path, options: &DiskOptions) -> Result<File> {
+        let open = || -> Result<File> {
+            let (folder, rest) = beneath(path, &self.disk_folders, "--allow-disk-dir")?;
+            let within = Some(Folder::open(folder)?);
+            Ok(open_for_other(rest, &DiskOptions { within, ..options.clone() })?)
+        };
+        open().with_context(|| {
+            let shown = path.display();
+            format!(
+                "a member of the --control-group cannot name {shown} unless it passes the open file"
+            )
         })
     }
 
@@ -135,6 +232,58 @@ impl Access {
             );
         }
         check_place(path, &self.socket_folders, ("--allow-socket-dir", false)).with_context(what)
+    }
+}
+
+/// Returns true for root, and for the user of the daemon.
+fn is_owner(peer: u32, own: u32) -> bool {
+    peer == 0 || peer == own
+}
+
+/// The files of all disks, by the places of these.
+pub(super) fn by_place(files: &mut Vec<(Descriptor, File)>) -> PassedFiles {
+    let places: BTreeSet<Option<UnitPlace>> = files.iter().map(|(name, _)| name.place()).collect();
+    let table = |place| (place, Arc::new(FileTable::new(take_at(files, place), false)));
+    places.into_iter().map(table).collect()
+}
+
+/// Takes out the files of the disk at this place.
+fn take_at(files: &mut Vec<(Descriptor, File)>, place: Option<UnitPlace>) -> Vec<(PathBuf, File)> {
+    let (of_disk, others) =
+        std::mem::take(files).into_iter().partition(|(name, _)| name.place() == place);
+    *files = others;
+    let of_disk: Vec<(Descriptor, File)> = of_disk;
+    of_disk.into_iter().map(|(name, file)| (name.path, file)).collect()
+}
+
+/// The records of open files.
+fn records(files: &[(PathBuf, File)]) -> Result<Vec<FileRecord>> {
+    let record = |(path, file): &(PathBuf, File)| {
+        FileRecord::new(path, file).with_context(|| format!("cannot examine {}", path.display()))
+    };
+    files.iter().map(record).collect()
+}
+
+/// Refuses disks that are reached with the rights of the daemon.
+fn check_kinds(disk: &DiskSpec) -> Result<()> {
+    match disk {
+        DiskSpec::Null { .. } | DiskSpec::File(_) => Ok(()),
+        DiskSpec::Luks { key: KeySpec::Fd(_), .. } => {
+            bail!("{ONLY_OWNERS} may name an inherited descriptor")
+        }
+        DiskSpec::Raw { over, .. }
+        | DiskSpec::Luks { over, .. }
+        | DiskSpec::Qcow2 { over, .. }
+        | DiskSpec::Image { over, .. } => check_kinds(over),
+        DiskSpec::Nbd(nbd) => {
+            ensure!(
+                nbd.socket.is_none() && nbd.tls_certificates.is_none(),
+                "{ONLY_OWNERS} may name the socket of an NBD server, or a folder with \
+                 certificates; name the server by host and port"
+            );
+            Ok(())
+        }
+        DiskSpec::Rbd(_) => bail!("{ONLY_OWNERS} may use its access to a Ceph cluster"),
     }
 }
 
@@ -203,4 +352,22 @@ fn check_is_ours(folder: &File, path: &Path) -> Result<()> {
         path.display()
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_and_the_user_of_the_daemon_are_owners() {
+        for (peer, own, expected) in [
+            (0, 0, true),
+            (0, 1000, true),
+            (1000, 1000, true),
+            (1000, 0, false),
+            (1001, 1000, false),
+        ] {
+            assert_eq!(is_owner(peer, own), expected, "{peer} of {own}");
+        }
+    }
 }

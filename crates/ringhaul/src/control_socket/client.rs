@@ -1,5 +1,6 @@
 //! A client, as methods see it: its daemon, and its subscription to events.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
@@ -7,15 +8,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::access::Access;
+use super::access::{Access, Role, by_place};
 use super::client_quota::ClientSlot;
 use super::connection::{Connection, LIMITS};
+use super::descriptors::Descriptor;
 use super::message::{Code, RpcError, event_line};
 use crate::control::subscribers::{
     EventKind, EventReceiver, ExportEvent, QUEUED_MAX, Subscription,
 };
 use crate::daemon::Daemon;
 use crate::socket::peer::Peer;
+use crate::spec::ExportSettings;
 use crate::spec::command::{Command, CommandError, Reply};
 use crate::spec::successor::{SuccessorProgress, SuccessorStart};
 use crate::takeover;
@@ -27,6 +30,8 @@ pub(super) struct Client {
     pub(super) peer: Peer,
     pub(super) slot: ClientSlot,
     pub(super) connection: Arc<Connection>,
+    /// The files that came with the current request.
+    pub(super) descriptors: Vec<(Descriptor, File)>,
     /// Events come until this is dropped.
     subscription: Option<Subscription>,
     /// The events of a subscription that begins after its request is answered.
@@ -50,13 +55,23 @@ impl Client {
         connection: Arc<Connection>,
     ) -> Self {
         let (subscription, beginning, streams) = (None, None, Vec::new());
-        Self { daemon, access, peer, slot, connection, subscription, beginning, streams }
+        let descriptors = Vec::new();
+        Self {
+            daemon,
+            access,
+            peer,
+            slot,
+            connection,
+            descriptors,
+            subscription,
+            beginning,
+            streams,
+        }
     }
 
     /// Describes the start of a process that is to take over. Its standard output and standard
     /// error follow the answer as descriptors.
     pub(super) fn begin_upgrade(&mut self) -> Result<SuccessorStart, RpcError> {
-        self.check_is_owner()?;
         let start = takeover::successor_start(&*self.daemon()?);
         let start = start.map_err(|error| RpcError::from(&error))?;
         let streams =
@@ -75,17 +90,24 @@ impl Client {
         process: u32,
         limit: Duration,
     ) -> Result<SuccessorProgress, RpcError> {
-        self.check_is_owner()?;
         takeover::wait(&*self.daemon()?, process, limit).map_err(|error| RpcError::from(&error))
     }
 
-    fn check_is_owner(&self) -> Result<(), RpcError> {
-        if self.slot.is_owner {
+    /// Checks that the client may call a method that needs this role.
+    ///
+    /// # Errors
+    ///
+    /// When its role does not suffice.
+    pub(super) fn check_role(&self, name: &str, least: Role) -> Result<(), RpcError> {
+        let own = self.slot.role;
+        if own >= least {
             return Ok(());
         }
-        let text = "only root and the user of this daemon may start a program that takes over from \
-                    it";
-        Err(RpcError::new(Code::Refused, text))
+        let why = match own {
+            Role::Reader => "a member of --control-read-group may only query, and not call",
+            _ => "only root and the user of this daemon may call",
+        };
+        Err(RpcError::new(Code::Refused, format!("permission denied: {why} {name}")))
     }
 
     /// Sends the descriptors that belong to the last answer.
@@ -97,19 +119,32 @@ impl Client {
     }
 
     /// Lets the daemon carry out a command, and waits for the reply.
-    pub(super) fn handle(&self, command: Command) -> Result<Reply, RpcError> {
-        if !self.slot.is_owner {
-            let checked = match &command {
-                Command::Add(specs) => {
-                    specs.iter().try_for_each(|spec| self.access.check_export(spec))
-                }
-                Command::AddUnit(_, unit) => self.access.check_unit(unit),
-                _ => Ok(()),
-            };
-            let refuse = |error| RpcError::new(Code::Refused, format!("{error:#}"));
-            checked.map_err(refuse)?;
+    pub(super) fn handle(&mut self, command: Command) -> Result<Reply, RpcError> {
+        let (mut command, mut files) = (command, std::mem::take(&mut self.descriptors));
+        let passed = match self.slot.role {
+            Role::Owner => by_place(&mut files),
+            Role::Member | Role::Reader => {
+                let refuse = |error| RpcError::new(Code::Refused, format!("{error:#}"));
+                let export = self.settings_for(&command)?;
+                self.access.admit(&mut command, &export, &mut files).map_err(refuse)?
+            }
+        };
+        if let Some((name, _)) = files.first() {
+            let text = format!("no disk of the request is at the place of {}", name.path.display());
+            return Err(RpcError::new(Code::Params, text));
         }
-        self.daemon()?.handle(command).map_err(|error| RpcError::from(&error))
+        let done = self.daemon()?.handle_with(command, &passed);
+        done.map_err(|error| RpcError::from(&error))
+    }
+
+    /// The settings of the export that a command adds a unit to.
+    fn settings_for(&self, command: &Command) -> Result<ExportSettings, RpcError> {
+        let Command::AddUnit(name, _) = command else { return Ok(ExportSettings::default()) };
+        let shown = self.daemon()?.handle(Command::Show).map_err(|error| RpcError::from(&error))?;
+        let Reply::Exports(shown) = shown else { unreachable!("{shown:?} is no list") };
+        let export = shown.into_iter().find(|status| status.spec.is_called(name));
+        // The daemon refuses a unit of an export that does not exist.
+        Ok(export.map(|status| status.spec.settings).unwrap_or_default())
     }
 
     /// Subscribes to events of these kinds, or to all.

@@ -1,24 +1,25 @@
 //! Limits on the clients of the control socket.
 //!
-//! Root and the user of the daemon have places of their own, which members of the `--control-group`
-//! cannot take. So an owner can give commands, however many members are connected.
+//! Each role has places of its own: members of the groups cannot take those of root and the user of
+//! the daemon. So an owner can give commands, however many members are connected.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::access::Role;
 use super::message::{Code, RpcError};
 
-/// The most clients of a kind, owners or members, at a time.
+/// The most clients of a role at a time.
 const CLIENTS_MAX: usize = 32;
-/// The most requests of a kind that may wait for a disk or a guest. Requests of clients that have
+/// The most requests of a role that may wait for a disk or a guest. Requests of clients that have
 /// gone may hang; requests that do not wait are still served.
 const WAITING_MAX: usize = 16;
-/// The most subscribers of a kind: a subscriber stays, and sends no requests.
+/// The most subscribers of a role: a subscriber stays, and sends no requests.
 const SUBSCRIBERS_MAX: usize = 8;
 
-/// The places of members and of owners.
+/// The places of clients, by their roles.
 #[derive(Clone, Default)]
-pub(super) struct ClientQuota(Arc<[Usage; 2]>);
+pub(super) struct ClientQuota(Arc<[Usage; Role::COUNT]>);
 
 #[derive(Clone, Default)]
 struct Usage {
@@ -33,8 +34,8 @@ pub(super) struct Place(Arc<AtomicUsize>);
 /// The slot of a client, until it is dropped.
 pub(super) struct ClientSlot {
     usage: Usage,
-    /// True if the client is root, or the user of the daemon.
-    pub(super) is_owner: bool,
+    /// The rights of the client.
+    pub(super) role: Role,
     _client: Place,
     subscription: Option<Place>,
 }
@@ -59,13 +60,13 @@ impl ClientQuota {
     /// # Errors
     ///
     /// When all are taken.
-    pub(super) fn take(&self, is_owner: bool) -> Result<ClientSlot, RpcError> {
-        let usage = self.0[usize::from(is_owner)].clone();
+    pub(super) fn take(&self, role: Role) -> Result<ClientSlot, RpcError> {
+        let usage = self.0[role as usize].clone();
         let client = Place::take(&usage.clients, CLIENTS_MAX).ok_or_else(|| {
             let text = format!("{CLIENTS_MAX} clients are connected; close one of them");
             RpcError::new(Code::Refused, text)
         })?;
-        Ok(ClientSlot { usage, is_owner, _client: client, subscription: None })
+        Ok(ClientSlot { usage, role, _client: client, subscription: None })
     }
 }
 
@@ -110,29 +111,30 @@ mod tests {
     #[test]
     fn members_of_the_group_leave_places_for_root() {
         let quota = ClientQuota::default();
-        let take_all = |is_owner| {
+        let take_all = |role| {
             let taken: Vec<ClientSlot> =
-                std::iter::from_fn(|| quota.take(is_owner).ok()).take(1000).collect();
+                std::iter::from_fn(|| quota.take(role).ok()).take(1000).collect();
             assert_eq!(taken.len(), CLIENTS_MAX);
             taken
         };
-        let mut members = take_all(false);
-        drop(take_all(true));
+        let mut members = take_all(Role::Member);
+        drop(take_all(Role::Owner));
+        drop(take_all(Role::Reader));
         members.pop();
-        members.push(quota.take(false).unwrap());
-        assert!(quota.take(false).is_err());
+        members.push(quota.take(Role::Member).unwrap());
+        assert!(quota.take(Role::Member).is_err());
     }
 
     /// The limit is on requests that wait now, not on all earlier ones.
     #[test]
     fn requests_that_hang_leave_room_for_others() {
         let quota = ClientQuota::default();
-        let taken: Vec<ClientSlot> = std::iter::from_fn(|| quota.take(false).ok()).collect();
+        let taken: Vec<ClientSlot> = std::iter::from_fn(|| quota.take(Role::Member).ok()).collect();
         let mut waiting: Vec<Place> =
             taken[..WAITING_MAX].iter().map(|slot| slot.begin_slow_request().unwrap()).collect();
         let last = taken.last().unwrap();
         assert!(last.begin_slow_request().is_err());
-        assert!(quota.take(true).unwrap().begin_slow_request().is_ok());
+        assert!(quota.take(Role::Owner).unwrap().begin_slow_request().is_ok());
         waiting.pop();
         assert!(last.begin_slow_request().is_ok());
     }
@@ -141,7 +143,7 @@ mod tests {
     fn subscribers_leave_places_for_others() {
         let quota = ClientQuota::default();
         let mut taken: Vec<ClientSlot> =
-            std::iter::from_fn(|| quota.take(true).ok()).take(CLIENTS_MAX).collect();
+            std::iter::from_fn(|| quota.take(Role::Owner).ok()).take(CLIENTS_MAX).collect();
         let subscribed: Vec<bool> = taken.iter_mut().map(|slot| slot.subscribe().is_ok()).collect();
         assert_eq!(subscribed.iter().filter(|is| **is).count(), SUBSCRIBERS_MAX);
         assert!(taken[0].subscribe().is_err());

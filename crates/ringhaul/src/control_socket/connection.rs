@@ -1,7 +1,8 @@
 //! One client's connection: lines in both directions, each with a limit on its length and on the
 //! time that it takes.
 
-use std::io::{self, Cursor};
+use std::io::{self, Cursor, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -9,7 +10,10 @@ use std::time::{Duration, Instant};
 use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, Shutdown,
+    recvmsg, send, shutdown,
+};
 
 use crate::takeover::wire::send_fds;
 
@@ -31,6 +35,10 @@ pub(super) const LIMITS: Limits = Limits {
     taken_within: Duration::from_secs(5),
 };
 
+/// The most descriptors that come with a request: as many as the kernel lets through with one
+/// message (`SCM_MAX_FD`).
+pub(super) const FDS_MAX: usize = 253;
+
 /// Bytes that are read at once.
 const PIECE_BYTES: usize = 16 << 10;
 
@@ -48,6 +56,15 @@ pub(super) struct Input {
     bytes: Vec<u8>,
     /// The number of these bytes that were searched for the end of a line.
     searched: usize,
+    /// Descriptors that came with these bytes.
+    fds: Vec<OwnedFd>,
+}
+
+impl Input {
+    /// Takes the descriptors that came with the last line.
+    pub(super) fn take_fds(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.fds)
+    }
 }
 
 /// The next input of a client.
@@ -87,17 +104,42 @@ impl Connection {
                 return Ok(Line::TooLong);
             }
             self.wait(PollFlags::IN, until)?;
-            let mut piece = [0; PIECE_BYTES];
-            match recv(&self.stream, &mut piece, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Ok(Line::End),
-                Ok((bytes, _)) => {
+            match self.receive_piece(input) {
+                Ok(0) => return Ok(Line::End),
+                Ok(_) => {
                     until.get_or_insert_with(|| Instant::now() + self.limits.line_time);
-                    input.bytes.extend_from_slice(&piece[..bytes]);
                 }
-                Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Receives some bytes with their descriptors. Returns the number of bytes.
+    fn receive_piece(&self, input: &mut Input) -> io::Result<usize> {
+        let mut piece = [0; PIECE_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let slices = &mut [IoSliceMut::new(&mut piece)];
+        let received = match recvmsg(&self.stream, slices, &mut control, flags) {
+            Err(Errno::INTR) => return Err(io::ErrorKind::WouldBlock.into()),
+            received => received?,
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                input.fds.extend(fds);
+            }
+        }
+        if input.fds.len() > FDS_MAX {
+            return Err(io::Error::other("a request has more descriptors than are allowed"));
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            let text = "the limit on open files is reached; raise it (ulimit -n)";
+            return Err(io::Error::other(text));
+        }
+        input.bytes.extend_from_slice(&piece[..received.bytes]);
+        Ok(received.bytes)
     }
 
     /// Sends a line with its end. Closes the connection if the client does not take the line in

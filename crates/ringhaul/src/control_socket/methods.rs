@@ -7,7 +7,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::access::Role;
 use super::client::Client;
+use super::descriptors::Descriptor;
 use super::message::{Code, RpcError};
 use super::parser_words::reword;
 use super::schema::Schemas;
@@ -24,27 +26,32 @@ use crate::spec::status::ExportDetails;
 use crate::spec::successor::{SuccessorProgress, SuccessorStart};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
-/// All methods.
+/// All methods, each with the least role of a client that may call it.
 static METHODS: [&dyn Method; 19] = [
-    &Typed { name: "ping", kind: Kind::Query, carry_out: ping },
-    &Typed { name: "export.list", kind: Kind::Query, carry_out: list },
-    &Typed { name: "export.show", kind: Kind::Query, carry_out: show },
-    &Typed { name: "export.add", kind: Kind::MayWait, carry_out: add },
-    &Typed { name: "export.remove", kind: Kind::MayWait, carry_out: remove },
-    &Typed { name: "lun.add", kind: Kind::MayWait, carry_out: add_unit },
-    &Typed { name: "lun.remove", kind: Kind::MayWait, carry_out: remove_unit },
-    &Typed { name: "disk.resize", kind: Kind::MayWait, carry_out: resize },
-    &Typed { name: "disk.set", kind: Kind::Change, carry_out: set_disk },
-    &Typed { name: "disk.resume", kind: Kind::Change, carry_out: resume_disk },
-    &Typed { name: "set", kind: Kind::Change, carry_out: set },
-    &Typed { name: "upgrade.begin", kind: Kind::Change, carry_out: begin_upgrade },
-    &Typed { name: "upgrade.wait", kind: Kind::Wait, carry_out: await_upgrade },
-    &Typed { name: "stats", kind: Kind::Query, carry_out: stats },
-    &Typed { name: "metrics", kind: Kind::Query, carry_out: metrics },
-    &Typed { name: "process", kind: Kind::Query, carry_out: process_status },
-    &Typed { name: "log", kind: Kind::Query, carry_out: log },
-    &Typed { name: "subscribe", kind: Kind::Query, carry_out: subscribe },
-    &Typed { name: "shutdown", kind: Kind::Ends, carry_out: shutdown },
+    &Typed { name: "ping", role: Role::Reader, kind: Kind::Query, carry_out: ping },
+    &Typed { name: "export.list", role: Role::Reader, kind: Kind::Query, carry_out: list },
+    &Typed { name: "export.show", role: Role::Reader, kind: Kind::Query, carry_out: show },
+    &Typed { name: "export.add", role: Role::Member, kind: Kind::MayWait, carry_out: add },
+    &Typed { name: "export.remove", role: Role::Member, kind: Kind::MayWait, carry_out: remove },
+    &Typed { name: "lun.add", role: Role::Member, kind: Kind::MayWait, carry_out: add_unit },
+    &Typed { name: "lun.remove", role: Role::Member, kind: Kind::MayWait, carry_out: remove_unit },
+    &Typed { name: "disk.resize", role: Role::Member, kind: Kind::MayWait, carry_out: resize },
+    &Typed { name: "disk.set", role: Role::Member, kind: Kind::Change, carry_out: set_disk },
+    &Typed { name: "disk.resume", role: Role::Member, kind: Kind::Change, carry_out: resume_disk },
+    &Typed { name: "set", role: Role::Member, kind: Kind::Change, carry_out: set },
+    &Typed {
+        name: "upgrade.begin",
+        role: Role::Owner,
+        kind: Kind::Change,
+        carry_out: begin_upgrade,
+    },
+    &Typed { name: "upgrade.wait", role: Role::Owner, kind: Kind::Wait, carry_out: await_upgrade },
+    &Typed { name: "stats", role: Role::Reader, kind: Kind::Query, carry_out: stats },
+    &Typed { name: "metrics", role: Role::Reader, kind: Kind::Query, carry_out: metrics },
+    &Typed { name: "process", role: Role::Reader, kind: Kind::Query, carry_out: process_status },
+    &Typed { name: "log", role: Role::Reader, kind: Kind::Query, carry_out: log },
+    &Typed { name: "subscribe", role: Role::Reader, kind: Kind::Query, carry_out: subscribe },
+    &Typed { name: "shutdown", role: Role::Member, kind: Kind::Ends, carry_out: shutdown },
 ];
 
 /// The effect of a method, and the time that it may take.
@@ -66,10 +73,20 @@ pub(super) enum Kind {
 pub(super) trait Method: Sync {
     fn name(&self) -> &'static str;
     fn kind(&self) -> Kind;
+    /// The least role of a client that may call it.
+    fn role(&self) -> Role;
     /// Reads the parameters of a call.
     fn with(&self, params: Value) -> Result<Call, RpcError>;
     fn schema(&self, schemas: &mut Schemas) -> Value;
+
+    /// Returns true if files may come with a call.
+    fn takes_descriptors(&self) -> bool {
+        ["export.add", "lun.add"].contains(&self.name())
+    }
 }
+
+/// The parameter that names the descriptors of a request.
+pub(super) const DESCRIPTORS: &str = "descriptors";
 
 /// A method with its parameters.
 pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, RpcError>>;
@@ -77,6 +94,7 @@ pub(super) type Call = Box<dyn FnOnce(&mut Client) -> Result<Value, RpcError>>;
 /// A method with the types of its parameters and its answer.
 struct Typed<P, A> {
     name: &'static str,
+    role: Role,
     kind: Kind,
     carry_out: fn(P, &mut Client) -> Result<A, RpcError>,
 }
@@ -92,6 +110,10 @@ where
 
     fn kind(&self) -> Kind {
         self.kind
+    }
+
+    fn role(&self) -> Role {
+        self.role
     }
 
     fn with(&self, params: Value) -> Result<Call, RpcError> {
@@ -114,7 +136,13 @@ where
     }
 
     fn schema(&self, schemas: &mut Schemas) -> Value {
-        json!({ "params": schemas.read::<P>(), "result": schemas.written::<A>() })
+        let mut params = schemas.read::<P>();
+        if self.takes_descriptors() {
+            let mut names = schemas.read::<Vec<Descriptor>>();
+            names["description"] = json!("The files that come with the request as descriptors.");
+            params["properties"][DESCRIPTORS] = names;
+        }
+        json!({ "params": params, "result": schemas.written::<A>() })
     }
 }
 
@@ -565,40 +593,42 @@ mod tests {
         assert_eq!(problem, RpcError::new(Code::Params, message_of(&problem)));
     }
 
-    /// A member of the group gets neither the disks nor the rights of the daemon.
+    /// A reader changes nothing, and a member does not get the memory of guests.
     #[test]
-    fn a_member_may_call_every_method_but_the_ones_of_an_upgrade() {
-        let unit = json!({ "lun": 1, "disk": { "null": { "size-bytes": 512 } } });
-        let export = json!({ "endpoint": { "path": "/a" }, "device": { "scsi": [] } });
-        for method in METHODS {
-            let params = match method.name() {
-                "export.add" => export.clone(),
-                "export.show" | "export.remove" | "disk.set" | "disk.resize" | "disk.resume" => {
-                    json!({ "export": "/a" })
-                }
-                "lun.add" => json!({ "export": "/a", "unit": unit }),
-                "lun.remove" => json!({ "export": "/a", "lun": 1 }),
-                "upgrade.wait" => json!({ "process": 1 }),
-                _ => json!({}),
-            };
-            let call = method.with(params).unwrap();
-            // A daemon that has ended refuses the rest.
-            let refused = call(&mut member()).err();
-            let is_refused = refused.as_ref().is_some_and(|problem| {
-                *problem == RpcError::new(Code::Refused, message_of(problem))
-            });
-            let is_upgrade = method.name().starts_with("upgrade.");
-            assert_eq!(is_refused, is_upgrade, "{}: {refused:?}", method.name());
+    fn each_method_has_its_role() {
+        let of = |role| {
+            let client = client(role);
+            let is_allowed =
+                |method: &&dyn Method| client.check_role(method.name(), method.role()).is_ok();
+            let allowed = METHODS.into_iter().filter(is_allowed);
+            allowed.map(|method| method.name()).collect::<BTreeSet<_>>()
+        };
+        let all: BTreeSet<_> = METHODS.into_iter().map(|method| method.name()).collect();
+        let queries =
+            METHODS.into_iter().filter(|method| method.kind() == Kind::Query).map(|m| m.name());
+        assert_eq!(of(Role::Reader), queries.collect());
+        let of_owners = ["upgrade.begin", "upgrade.wait"];
+        assert_eq!(
+            of(Role::Member),
+            all.iter().copied().filter(|m| !of_owners.contains(m)).collect()
+        );
+        assert_eq!(of(Role::Owner), all);
+        for (role, words) in [
+            (Role::Reader, "permission denied: a member of --control-read-group may only query"),
+            (Role::Member, "permission denied: only root and the user of this daemon may"),
+        ] {
+            let refused = client(role).check_role("upgrade.begin", Role::Owner).unwrap_err();
+            assert_eq!(refused, RpcError::new(Code::Refused, message_of(&refused)));
+            assert!(message_of(&refused).contains(words), "{}", message_of(&refused));
         }
     }
 
-    fn member() -> Client {
+    fn client(role: Role) -> Client {
         let (ours, _) = std::os::unix::net::UnixStream::pair().unwrap();
         let peer = Peer::from_socket(&ours).unwrap();
-        let slot = ClientQuota::default().take(false).unwrap();
+        let slot = ClientQuota::default().take(role).unwrap();
         let connection = Arc::new(Connection::new(ours, LIMITS).unwrap());
-        let access = Access { socket_folders: vec!["/".into()], ..Access::default() };
-        Client::new(Weak::new(), access.into(), peer, slot, connection)
+        Client::new(Weak::new(), Access::default().into(), peer, slot, connection)
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockio::file::FileTable;
 use disks::open::CancelToken;
 use tracing::Span;
 
@@ -16,7 +17,7 @@ use super::Daemon;
 use crate::control::subscribers::{EventDetails, ExportEvent};
 use crate::control::{ExportSetup, FailedExport, OpeningExport, ReadyExport};
 use crate::log::export_span;
-use crate::open::disk::OpenDisk;
+use crate::open::disk::{OpenDisk, PassedFiles};
 use crate::open::parallel::{ParallelCalls, Yield};
 use crate::process::service_manager;
 use crate::socket::Endpoint;
@@ -145,7 +146,7 @@ impl Daemon {
         let own = opening.iter().map(OpeningExport::id).collect();
         let at_start = OnFailure::GoOn { own, restoring };
         let opening = self.check_sockets(opening, &at_start)?;
-        let mut opener = ExportOpener::begin(opening, true);
+        let mut opener = ExportOpener::begin(opening, true, &PassedFiles::default());
         let ready = self.without_failed(opener.take_ready(Some(OPEN_MAX)), &at_start)?;
         // A disk that a killed process has left in use is free soon, as a rule.
         let mut log_at = opener.only_stale_locks().then(|| Instant::now() + LEFT_MAX);
@@ -167,20 +168,21 @@ impl Daemon {
 
     /// Adds an export of the configuration file. A process that takes over opens it too.
     pub(crate) fn add_from_config(&self, spec: ExportSpec) -> Result<(), CommandError> {
-        self.add(vec![spec], true).map(drop)
+        self.add(vec![spec], true, &PassedFiles::default()).map(drop)
     }
 
-    /// Adds exports, all or none. `follows_hand_over` is as in
-    /// [`Control::begin`](crate::control::Control::begin).
+    /// Adds exports, all or none, with files that came with the command. `follows_hand_over` is as
+    /// in [`Control::begin`](crate::control::Control::begin).
     pub(super) fn add(
         &self,
         specs: Vec<ExportSpec>,
         follows_hand_over: bool,
+        passed: &PassedFiles,
     ) -> Result<Reply, CommandError> {
         let all = OnFailure::FailAll;
         let opening = self.begin_exports(specs, follows_hand_over)?;
         let opening = self.check_sockets(opening, &all)?;
-        let ready = ExportOpener::begin(opening, false).take_ready(None);
+        let ready = ExportOpener::begin(opening, false, passed).take_ready(None);
         self.serve_opened(self.without_failed(ready, &all)?, &all)?;
         Ok(Reply::Added)
     }
@@ -363,7 +365,8 @@ struct PendingDisks {
 
 /// A disk, the settings of its export, its lease id, its cancellation token, and the span of its
 /// export.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<u64>, CancelToken, Span);
+type WantedDisk =
+    ((DiskSpec, ExportSettings), Option<u64>, CancelToken, Span, Option<Arc<FileTable>>);
 
 /// All disks of some exports, which are opened side by side.
 struct ExportOpener {
@@ -377,27 +380,33 @@ struct ExportOpener {
 impl ExportOpener {
     /// Begins to open the disks of exports. If `waits_for_stale_locks`, disks that a killed process
     /// seems to have left in use are waited for.
-    fn begin(opening: Vec<OpeningExport>, waits_for_stale_locks: bool) -> Self {
+    fn begin(
+        opening: Vec<OpeningExport>,
+        waits_for_stale_locks: bool,
+        passed: &PassedFiles,
+    ) -> Self {
         let (mut exports, mut places, mut to_open) = (Vec::new(), Vec::new(), Vec::new());
         for (index, export) in opening.into_iter().enumerate() {
             let (disks, lease_ids) = (export.spec().disks(), export.spec().lease_ids());
             places.extend((0..disks.len()).map(|place| (index, place)));
-            let disks = disks.into_iter().zip(lease_ids);
+            let files = export.spec().device.places();
+            let files = files.into_iter().map(|place| passed.get(&place).cloned());
+            let disks = disks.into_iter().zip(lease_ids).zip(files);
             let span = export_span(&export.spec().name());
-            let wanted =
-                disks.map(|(disk, lease_id)| (disk, lease_id, export.cancel_token(), span.clone()));
+            let wanted = disks
+                .map(|((disk, id), files)| (disk, id, export.cancel_token(), span.clone(), files));
             let before = to_open.len();
             to_open.extend(wanted);
             let disks = to_open[before..].iter().map(|_| None).collect();
             exports.push(Some(PendingDisks { disks, export }));
         }
-        let open = move |(disk, lease_id, token, span): WantedDisk, give_way: Yield<'_>| {
+        let open = move |(disk, lease_id, token, span, files): WantedDisk, give_way: Yield<'_>| {
             let _span = span.enter();
             if waits_for_stale_locks {
                 OpenDisk::open_waiting(&disk, lease_id, &token, give_way)
             } else {
                 anyhow::ensure!(token.is_active(), "its opening was cancelled");
-                OpenDisk::open(&disk, lease_id, &token)
+                OpenDisk::open(&disk, lease_id, &token, files.as_ref())
             }
         };
         Self { exports, places, jobs: ParallelCalls::begin(to_open, open) }

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
+use blockio::file::FileTable;
 use tracing::Span;
-use vhost_user::PassedFds;
+use vhost_user::{FdIndex, PassedFds};
 
 use super::Daemon;
 use crate::control::hand_over_state::{
@@ -205,10 +206,20 @@ impl Daemon {
             }
             endpoints.push(endpoint);
             let span = export_span(&spec.name());
-            for (disk, HandedDisk { file, size_bytes, .. }) in spec.disks().into_iter().zip(&handed)
+            for (disk, HandedDisk { file, size_bytes, files, .. }) in
+                spec.disks().into_iter().zip(&handed)
             {
                 let file = fds.take_some(*file).context("cannot take over a disk")?;
-                wanted.push((disk, file.map(File::from), *size_bytes, span.clone()));
+                let take = |(path, index): &(PathBuf, FdIndex)| {
+                    Ok((path.clone(), File::from(fds.take(*index)?)))
+                };
+                let files: std::io::Result<Vec<_>> = files.iter().map(take).collect();
+                let files = files.context("cannot take over the files of a disk")?;
+                let is_complete = disk.1.files.is_some();
+                let files = (is_complete || !files.is_empty())
+                    .then(|| Arc::new(FileTable::new(files, is_complete)));
+                let file = (file.map(File::from), files);
+                wanted.push((disk, file, *size_bytes, span.clone()));
             }
             engines.extend(handed.into_iter().map(|disk| disk.engine));
             specs.push(spec);
@@ -361,8 +372,9 @@ fn release_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-/// A disk of the old process, its file and its size, and the span of its export.
-type WantedDisk = ((DiskSpec, ExportSettings), Option<File>, u64, Span);
+/// A disk of the old process, its file, files that were passed for it, its size, and the span of
+/// its export.
+type WantedDisk = ((DiskSpec, ExportSettings), (Option<File>, Option<Arc<FileTable>>), u64, Span);
 
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {

@@ -11,7 +11,7 @@ use super::adding::{OpeningThread, Restoring};
 use crate::daemon::saved_state::changes::Merged;
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::log::export_span;
-use crate::open::disk::OpenDisk;
+use crate::open::disk::{OpenDisk, PassedFiles};
 use crate::spec::command::{Command, CommandError, ExportState, Reply};
 use crate::spec::lease_id::lease_id;
 use crate::spec::settings::{Settings, SettingsChange};
@@ -77,7 +77,7 @@ impl Daemon {
 
     /// Carries out a command for the configuration file, whose changes are not kept.
     pub(crate) fn handle_from_config(&self, command: Command) -> Result<Reply, CommandError> {
-        self.carry_out(command)
+        self.carry_out(command, &PassedFiles::default())
     }
 
     /// Notes that the configuration file has changed an export, or these disks of it. `None`: it
@@ -173,7 +173,7 @@ impl Daemon {
                 let lease_id = lease_id(&endpoint, Some(place));
                 let disk = unit.disk(&settings);
                 let opened = export_span(&name)
-                    .in_scope(|| OpenDisk::open(&disk, lease_id, &CancelToken::default()));
+                    .in_scope(|| OpenDisk::open(&disk, lease_id, &CancelToken::default(), None));
                 let Err(error) = opened else { return true };
                 report_lost(&name, &format!("unit {place} cannot be restored: {error:#}"));
                 at_fault += 1;

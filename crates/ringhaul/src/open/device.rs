@@ -17,8 +17,8 @@ use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{
-    DeviceSpec, DiskSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames, UnitPlace,
-    UnitSpec, values,
+    DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames,
+    UnitPlace, UnitSpec, values,
 };
 
 /// The version in at most 4 bytes, for INQUIRY.
@@ -63,6 +63,19 @@ impl ExportSpec {
         paths.filter_map(|path| DiskSource::format_warning(path)).collect()
     }
 
+    /// Formats the log line that announces the export with these disks.
+    pub(crate) fn serving_line(&self, disks: &[OpenDisk]) -> String {
+        let what = match (&self.device, disks) {
+            (DeviceSpec::Blk(_), [disk]) => format!("{}: {}", disk.name, disk.summary),
+            (_, [_]) => "virtio-scsi, 1 logical unit".to_owned(),
+            (_, disks) => format!("virtio-scsi, {} logical units", disks.len()),
+        };
+        match &self.endpoint {
+            EndpointSpec::Path(path) => format!("{what}; serving on {}", path.display()),
+            EndpointSpec::Fd(_) => format!("{what}; serving on an inherited socket"),
+        }
+    }
+
     /// Makes the device, on disks in the order of [`disks`](Self::disks).
     ///
     /// # Errors
@@ -98,7 +111,9 @@ impl ExportSpec {
                 };
                 let access = shared_disks.access(&source)?;
                 // Reservations that initiators left behind apply before any of them returns.
-                if let Some(path) = default_reservations(spec) {
+                // A file beside the disk of a member is not for the rights of the daemon.
+                let is_named = settings.files.is_none();
+                if let Some(path) = default_reservations(spec).filter(|_| is_named) {
                     drop(access.store_reservations(ReservationStorage::Existing(path))?);
                 }
                 let held = Arc::clone(&access);
@@ -169,6 +184,7 @@ impl UnitSpec {
             cache: own.cache.or(export.cache),
             logical_block_bytes: own.logical_block_bytes.or(export.logical_block_bytes),
             rules: own.rules(&export.rules),
+            files: own.files.clone(),
             ..export.clone()
         };
         (self.disk.clone(), settings)
@@ -228,6 +244,7 @@ impl UnitSpec {
     fn reservations(&self) -> ReservationStorage {
         match &self.settings.reservations {
             Some(path) => ReservationStorage::File(by_one_name(path)),
+            None if self.settings.files.is_some() => ReservationStorage::Shared(None),
             None => ReservationStorage::Shared(default_reservations(&self.disk)),
         }
     }
@@ -265,7 +282,7 @@ mod tests {
 
     use super::*;
     use crate::control::export_log::ExportLog;
-    use crate::spec::{EndpointSpec, UnitSettings};
+    use crate::spec::UnitSettings;
 
     fn make(device: DeviceSpec, shared_disks: &SharedDisks) -> Result<Device> {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
@@ -274,7 +291,7 @@ mod tests {
         let disks = spec
             .disks()
             .iter()
-            .map(|disk| OpenDisk::open(disk, None, &CancelToken::default()))
+            .map(|disk| OpenDisk::open(disk, None, &CancelToken::default(), None))
             .collect::<Result<Vec<_>>>()?;
         let groups = LimitGroups::default();
         spec.make_device(&disks, Arc::new(ExportLog::new("test")), shared_disks, &groups)

@@ -1,12 +1,15 @@
 //! Opens the disks of exports.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockio::disk::hand_over::DiskHandOver;
+use blockio::file::FileTable;
 use blockio::{DiskOptions, DiskSource};
 use disks::DiskSpec;
 use disks::open::{CancelToken, DiskOpener};
@@ -14,7 +17,12 @@ use disks::spec::DiskPlace;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use crate::sandbox;
-use crate::spec::{CacheMode, ExportSettings};
+use crate::spec::file_record::open_recorded;
+use crate::spec::{CacheMode, ExportSettings, UnitPlace};
+
+/// Files that came with a command, by the place of the disk that uses them. `None`: the disk of a
+/// virtio-blk device.
+pub(crate) type PassedFiles = BTreeMap<Option<UnitPlace>, Arc<FileTable>>;
 
 /// An open disk of an export.
 pub struct OpenDisk {
@@ -44,10 +52,11 @@ impl OpenDisk {
         token: &CancelToken,
         waits: &dyn Fn(),
     ) -> Result<Self> {
+        let passed = None;
         let (mut is_logged, mut has_yielded, mut at_once) = (false, false, true);
         let mut again = IMMEDIATE_RETRIES;
         while token.is_active() {
-            let error = match Self::open_as(disk, lease_id, at_once, token) {
+            let error = match Self::open_as(disk, lease_id, at_once, (token, passed)) {
                 Err(error) if at_once && again > 0 && has_no_visible_holder(&error) => {
                     again -= 1;
                     pause();
@@ -72,7 +81,8 @@ impl OpenDisk {
         bail!("opening {} was cancelled", disk.0.name())
     }
 
-    /// Opens a disk of an export for a [lease id](DiskOptions::user).
+    /// Opens a disk of an export for a [lease id](DiskOptions::user), perhaps with files that were
+    /// passed.
     ///
     /// # Errors
     ///
@@ -81,8 +91,9 @@ impl OpenDisk {
         disk: &(DiskSpec, ExportSettings),
         lease_id: Option<u64>,
         token: &CancelToken,
+        passed: Option<&Arc<FileTable>>,
     ) -> Result<Self> {
-        Self::open_as(disk, lease_id, false, token)
+        Self::open_as(disk, lease_id, false, (token, passed))
     }
 
     /// Opens a disk, with `at_once` without a wait for one that is in use.
@@ -90,10 +101,16 @@ impl OpenDisk {
         (disk, settings): &(DiskSpec, ExportSettings),
         lease_id: Option<u64>,
         at_once: bool,
-        cancel_token: &CancelToken,
+        (cancel_token, passed): (&CancelToken, Option<&Arc<FileTable>>),
     ) -> Result<Self> {
         let opened = Instant::now();
-        let options = DiskOptions { user: lease_id, at_once, ..disk_options(settings) };
+        let files = match (passed, &settings.files) {
+            (Some(passed), _) => Some(Arc::clone(passed)),
+            (None, Some(named)) => Some(Arc::new(open_recorded(named, settings.no_lock)?)),
+            (None, None) => None,
+        };
+        let kept = files.clone();
+        let options = DiskOptions { user: lease_id, at_once, files, ..disk_options(settings) };
         let mut cache = None;
         let open_file = &mut |path: &Path, options: &DiskOptions| {
             let (source, used) = open_file(path, options, settings.cache)?;
@@ -102,6 +119,7 @@ impl OpenDisk {
         };
         let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
         let source = opener.open(disk).map_err(|error| with_advice(error, disk))?;
+        let source = source.with_files(kept);
         if let Some(warning) = source.warning() {
             tracing::warn!("{}: {warning}", disk.name());
         }
@@ -109,14 +127,15 @@ impl OpenDisk {
     }
 
     /// Takes over a disk of this size from another process, which has it open for an export with
-    /// these settings. `file` is the one file of the disk that is written to.
+    /// these settings. `file` is the one file of the disk that is written to, `files` are the files
+    /// that a third program had opened for the disk.
     ///
     /// # Errors
     ///
     /// When it cannot be used here.
     pub(crate) fn take_over(
         (disk, settings): &(DiskSpec, ExportSettings),
-        mut file: Option<File>,
+        (mut file, files): (Option<File>, Option<Arc<FileTable>>),
         size_bytes: u64,
     ) -> Result<Self> {
         let mut cache = None;
@@ -131,9 +150,9 @@ impl OpenDisk {
             (None, None) => bail!("{} was handed over without a descriptor", path.display()),
         };
         let cancel_token = &CancelToken::default();
-        let options = disk_options(settings);
+        let options = DiskOptions { files: files.clone(), ..disk_options(settings) };
         let opener = DiskOpener { options, cancel_token, is_handed_over: true, open_file };
-        let source = opener.open(disk)?;
+        let source = opener.open(disk)?.with_files(files);
         if file.is_some() {
             bail!("{disk} was handed over with a superfluous descriptor");
         }
@@ -267,7 +286,7 @@ mod tests {
     fn a_summary_has_the_cache_of_disks_with_data() {
         let summary = |disk: &str| {
             let disk = (DiskSpec::parse(disk).unwrap(), ExportSettings::default());
-            OpenDisk::open(&disk, None, &CancelToken::default()).unwrap().summary
+            OpenDisk::open(&disk, None, &CancelToken::default(), None).unwrap().summary
         };
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();

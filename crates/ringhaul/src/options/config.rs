@@ -272,8 +272,12 @@ impl Config {
     ///
     /// When the control group does not exist, or a path is too long for a socket.
     pub fn check_here(&self) -> Result<()> {
-        if let Some(group) = &self.args.control_group {
-            permissions::group_id(group).context("cannot use --control-group")?;
+        let ServeArgs { control_group, control_read_group, .. } = &self.args;
+        for (group, option) in
+            [(control_group, "--control-group"), (control_read_group, "--control-read-group")]
+        {
+            let id = group.as_deref().map(permissions::group_id).transpose();
+            id.with_context(|| format!("cannot use {option}"))?;
         }
         if let Some(path) = &self.args.control {
             Endpoint::check_length(path, "--control")?;

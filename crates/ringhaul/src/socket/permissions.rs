@@ -7,7 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, chmod, chownat, fstat, openat};
+use rustix::fd::OwnedFd;
+use rustix::fs::{
+    AtFlags, CWD, FileType, Gid, Mode, OFlags, XattrFlags, chmod, chownat, fstat, openat, setxattr,
+};
 use rustix::process::{getegid, geteuid};
 
 const STICKY: u32 = 0o1000;
@@ -69,13 +72,22 @@ fn is_trusted_group(group: u32, control_group: Option<u32>, user: u32, own_group
     group == 0 || Some(group) == control_group || is_private
 }
 
-/// Gives the socket that this process has made at `path` to `group`, if there is one, with mode
+/// The groups whose members may connect to a socket.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SocketGroups {
+    /// The group that owns the socket.
+    pub(crate) owner: Option<u32>,
+    /// A second group, by an access control list.
+    pub(crate) further: Option<u32>,
+}
+
+/// Gives the socket that this process has made at `path` to groups, if there are any, with mode
 /// 0660. Follows no link, and leaves any other file that lies there by now unchanged.
 ///
 /// # Errors
 ///
 /// When the socket is gone, or the kernel refuses.
-pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> Result<()> {
+pub(crate) fn give_to(path: &Path, identity: (u64, u64), groups: SocketGroups) -> Result<()> {
     let shown = path.display();
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let node = openat(CWD, path, flags, Mode::empty())
@@ -89,8 +101,25 @@ pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> 
             "another file has replaced the new socket {shown}; check the permissions of its folder"
         );
     }
-    let Some(group) = group else { return Ok(()) };
-    chownat(&node, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).with_context(
+    // chmod does not work on a descriptor opened with `O_PATH`, but on its link in /proc.
+    let link = format!("/proc/self/fd/{}", node.as_raw_fd());
+    if let Some(group) = groups.owner {
+        give_to_group(&node, &link, (path, group))?;
+    }
+    let Some(reader) = groups.further else { return Ok(()) };
+    let list = access_list(groups.owner.is_some(), reader);
+    setxattr(&link, "system.posix_acl_access", &list, XattrFlags::empty()).with_context(|| {
+        format!(
+            "cannot let the --control-read-group connect to {shown}: its file system must have \
+             access control lists; choose a folder on tmpfs, such as /run"
+        )
+    })
+}
+
+/// Makes a group the owner of a socket, which `link` leads to too, with mode 0660.
+fn give_to_group(node: &OwnedFd, link: &str, (path, group): (&Path, u32)) -> Result<()> {
+    let shown = path.display();
+    chownat(node, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).with_context(
         || {
             format!(
                 "cannot give {shown} to the --control-group; run the daemon as root or as a member \
@@ -98,10 +127,30 @@ pub(crate) fn give_to(path: &Path, identity: (u64, u64), group: Option<u32>) -> 
             )
         },
     )?;
-    // chmod does not work on a descriptor opened with `O_PATH`, but on its link in /proc.
-    let link = format!("/proc/self/fd/{}", node.as_raw_fd());
-    chmod(&link, Mode::from_raw_mode(0o660))
+    chmod(link, Mode::from_raw_mode(0o660))
         .with_context(|| format!("cannot let the --control-group connect to {shown}"))
+}
+
+/// An access control list, in the form of the kernel (`posix_acl_xattr.h`): the user reads and
+/// writes, the owning group if `has_owner`, and the group `further`.
+fn access_list(has_owner: bool, further: u32) -> Vec<u8> {
+    const VERSION: u32 = 2;
+    const NO_ID: u32 = u32::MAX;
+    const READ_WRITE: u16 = 6;
+    let [user, owning_group, group, mask, other] = [0x01_u16, 0x04, 0x08, 0x10, 0x20];
+    let mut list = VERSION.to_le_bytes().to_vec();
+    for (kind, rights, id) in [
+        (user, READ_WRITE, NO_ID),
+        (owning_group, if has_owner { READ_WRITE } else { 0 }, NO_ID),
+        (group, READ_WRITE, further),
+        (mask, READ_WRITE, NO_ID),
+        (other, 0, NO_ID),
+    ] {
+        list.extend(kind.to_le_bytes());
+        list.extend(rights.to_le_bytes());
+        list.extend(id.to_le_bytes());
+    }
+    list
 }
 
 /// The size of the buffer for an entry of the group list, most of which is for its members.
@@ -240,7 +289,8 @@ mod tests {
         fs::write(&secret, "").unwrap();
         fs::set_permissions(&secret, Permissions::from_mode(0o600)).unwrap();
         let listener = UnixListener::bind(&socket).unwrap();
-        let (identity, own) = (identity_of(&socket), Some(getegid().as_raw()));
+        let own = SocketGroups { owner: Some(getegid().as_raw()), further: None };
+        let identity = identity_of(&socket);
         give_to(&socket, identity, own).unwrap();
         assert_eq!(mode_of(&socket), 0o660);
         if geteuid().is_root() {

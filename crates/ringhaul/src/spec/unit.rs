@@ -10,6 +10,7 @@ use disks::DiskSpec;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::file_record::FileRecord;
 use super::qos::{LimitSpec, OnError, QosSpec};
 use super::values::{CacheMode, Wwn, check_text};
 
@@ -146,6 +147,9 @@ pub struct UnitSettings {
     /// The handling of writes, discards and zeroes that the disk fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub werror: Option<OnError>,
+    /// The files that a member of the group has named; no other file is opened for the disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub files: Option<Vec<FileRecord>>,
 }
 
 impl UnitSettings {

@@ -1,17 +1,17 @@
 //! Opens a regular file or a block device, and finds its properties.
 
-use std::fs::{File, FileType};
-use std::io;
+use std::fs::File;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use rustix::fd::AsFd;
-use rustix::fs::{Mode, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
 
 use super::alignment::Alignment;
 use super::attributes;
-use super::lock::{Conflict, OpenError, is_still_locked, lock, lock_for, retry_open};
+use super::lock::{OpenError, is_still_locked, retry_open};
+use super::opening::{check_mode, check_type, lock_as, open_alone, open_error};
 use super::partial_blocks::Blocks;
 use super::size_probe::{FileEnd, SizeProbe};
 use crate::disk::foreign;
@@ -44,6 +44,10 @@ impl FileSource {
         let shown = options.within.as_ref().map(|folder| folder.join(name));
         let path = shown.as_deref().unwrap_or(name);
         let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        if let Some(file) = options.files.as_ref().and_then(|files| files.get(path)) {
+            let file = file.map_err(open_error(path, options))?;
+            return Self::passed(file, path, options);
+        }
         // Checked before it is opened, since opening has effects on some devices.
         let found = match &options.within {
             None => std::fs::metadata(name),
@@ -54,6 +58,28 @@ impl FileSource {
         let is_block_device = found.is_block_device();
         let (file, is_locked) = retry_open(path, options.at_once, || {
             open_alone((name, path), options, is_block_device)
+        })?;
+        if is_block_device {
+            check_device(&file, options).map_err(unusable)?;
+        }
+        Self::from_open((file, is_locked), path, options, is_block_device)
+    }
+
+    /// A file that another program has opened. The caller has checked that it is the file at
+    /// `path`. A block device that is written to must be claimed already.
+    fn passed(file: File, path: &Path, options: &DiskOptions) -> Result<(Self, DiskInfo), Error> {
+        let failed = open_error(path, options);
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
+        let found = file.metadata().map_err(&failed)?.file_type();
+        check_type(found, options).map_err(unusable)?;
+        let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
+        check_mode(flags, options).map_err(unusable)?;
+        let direct = if options.direct { OFlags::DIRECT } else { OFlags::empty() };
+        let wanted = (flags - OFlags::NONBLOCK - OFlags::DIRECT) | direct;
+        fcntl_setfl(&file, wanted).map_err(|errno| failed(errno.into()))?;
+        let is_block_device = found.is_block_device();
+        let is_locked = retry_open(path, options.at_once, || {
+            lock_as(&file, path, options).map_err(OpenError::Conflict)
         })?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
@@ -236,7 +262,8 @@ impl FileSource {
     #[cfg(test)]
     pub(crate) fn from_device(path: &str) -> Self {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = Arc::new(rustix::fs::open(path, flags, Mode::empty()).unwrap().into());
+        let file =
+            Arc::new(rustix::fs::open(path, flags, rustix::fs::Mode::empty()).unwrap().into());
         let (align, identity) = (Alignment::ANY, "".into());
         Self {
             file,
@@ -308,99 +335,6 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
     Ok(())
 }
 
-/// Opens the file and locks it, if it has locks. For a block device that is written to, the open
-/// itself is the claim.
-fn open_alone(
-    (name, path): (&Path, &Path),
-    options: &DiskOptions,
-    is_block: bool,
-) -> Result<(File, bool), OpenError> {
-    let failed = |error| OpenError::Failed(open_error(path, options)(error));
-    let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
-        Some(libc::EBUSY) => OpenError::Conflict(Conflict::Claimed),
-        // Another program has a lease, which the kernel has asked it to give up.
-        Some(libc::EWOULDBLOCK) => OpenError::Conflict(Conflict::Locked),
-        _ => failed(error),
-    })?;
-    let opened = file.metadata().map_err(failed)?.file_type();
-    // The name may have been given to another file after the check.
-    let checked = match opened.is_block_device() == is_block {
-        true => check_type(opened, options),
-        false => Err("another file replaced it while it was being opened; try again".into()),
-    };
-    checked
-        .map_err(|reason| OpenError::Failed(Error::Unusable { path: path.to_owned(), reason }))?;
-    // io_uring reads a file with `O_NONBLOCK` in another way.
-    let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
-    fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
-    let is_locked = match options.no_lock {
-        true => false,
-        false => lock(&file, path, options.read_only).map_err(OpenError::Conflict)?,
-    };
-    if let Some(user) = options.user {
-        lock_for(&file, user).map_err(OpenError::Conflict)?;
-    }
-    Ok((file, is_locked))
-}
-
-/// Fails for a type of file that cannot be a disk.
-fn check_type(found: FileType, options: &DiskOptions) -> Result<(), String> {
-    if found.is_dir() {
-        return Err("it is a directory; name a file or a block device".into());
-    }
-    if options.within.is_some() && !found.is_file() {
-        return Err("it is not a regular file".into());
-    }
-    if !found.is_file() && !found.is_block_device() {
-        return Err(
-            "it is neither a regular file nor a block device; name a file or a block device".into(),
-        );
-    }
-    Ok(())
-}
-
-fn open(name: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result<File> {
-    let mut flags = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR } | OFlags::CLOEXEC;
-    if options.direct {
-        flags |= OFlags::DIRECT;
-    }
-    if !is_block_device {
-        // A named pipe in its place must not make this wait for a writer or reader.
-        flags |= OFlags::NONBLOCK;
-    } else if !options.read_only && !options.no_lock {
-        // Fails if the device is mounted or claimed by another program.
-        flags |= OFlags::EXCL;
-    }
-    match &options.within {
-        Some(folder) => folder.open_beneath(name, flags),
-        None => {
-            let open = || rustix::fs::open(name, flags, Mode::empty());
-            Ok(File::from(rustix::io::retry_on_intr(open)?))
-        }
-    }
-}
-
-fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Error) -> Error {
-    let path = path.to_owned();
-    let options = options.clone();
-    move |error| {
-        let advice = match error.raw_os_error() {
-            Some(libc::EINVAL) if options.direct => {
-                "; the file system may not allow direct I/O: use the page cache"
-            }
-            Some(libc::EACCES | libc::EPERM) if !options.read_only => {
-                "; check its permissions, or open it read-only"
-            }
-            Some(libc::EACCES | libc::EPERM) => "; check its permissions",
-            Some(libc::ENOENT) => "; check the path",
-            Some(libc::EROFS) => "; open it read-only",
-            Some(libc::EMFILE) => "; raise the limit on open files (ulimit -n)",
-            _ => "",
-        };
-        Error::Open { path: path.clone(), error, advice }
-    }
-}
-
 /// Refuses devices that could be opened, but would fail requests.
 fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
     let said = |name: &str| attributes::device_attribute(file, name).unwrap_or_default();
@@ -426,40 +360,6 @@ fn check_zones(zoned: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::folder::Folder;
-
-    /// A name may be exchanged between its check and its opening.
-    #[test]
-    #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn the_opening_of_a_file_checks_the_opened_file() {
-        let root = tempfile::tempdir().unwrap();
-        let folder = root.path().join("folder");
-        std::fs::create_dir(&folder).unwrap();
-        std::fs::write(root.path().join("secret"), [9; 512]).unwrap();
-        std::os::unix::fs::symlink("../secret", folder.join("out")).unwrap();
-        let within = Some(Folder::open(&folder).unwrap());
-        let options = DiskOptions { read_only: true, within, ..DiskOptions::default() };
-        let error = open(Path::new("out"), &options, false).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(libc::EXDEV));
-        let pipe = folder.join("pipe");
-        let mode = Mode::RUSR | Mode::WUSR;
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
-        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
-        for (path, is_block) in
-            [(&*pipe, false), (&folder, false), (&root.path().join("secret"), true)]
-        {
-            let Err(OpenError::Failed(error)) = open_alone((path, path), &options, is_block) else {
-                panic!("{} was opened", path.display())
-            };
-            assert!(matches!(error, Error::Unusable { .. }), "{error}");
-        }
-        let secret = root.path().join("secret");
-        let Ok((file, _)) = open_alone((&secret, &secret), &options, false) else {
-            panic!("it was not opened")
-        };
-        let flags = fcntl_getfl(&file).unwrap();
-        assert!(!flags.contains(OFlags::NONBLOCK), "io_uring would read it otherwise: {flags:?}");
-    }
 
     #[test]
     fn devices_that_take_sequential_writes_only_are_refused() {

@@ -80,7 +80,9 @@ impl Scene {
     /// Opens an export up to its last step, which cannot be cancelled.
     fn bound(&self, export: ExportSpec) -> BoundExport {
         let opening = self.daemon.begin_exports(vec![export], false).unwrap();
-        let opened = all(ExportOpener::begin(opening, false).take_ready(None)).unwrap();
+        let opened =
+            all(ExportOpener::begin(opening, false, &PassedFiles::default()).take_ready(None))
+                .unwrap();
         self.daemon.bind(opened).remove(0).map_err(FailedExport::release).unwrap()
     }
 
@@ -238,7 +240,11 @@ fn reads_that_a_killed_process_has_left_keep_away_its_own_export_alone() {
 
 fn begin(specs: Vec<ExportSpec>, waits_for_stale_locks: bool) -> ExportOpener {
     let control = Control::start(|| {}).unwrap();
-    ExportOpener::begin(control.begin(specs, false).unwrap(), waits_for_stale_locks)
+    ExportOpener::begin(
+        control.begin(specs, false).unwrap(),
+        waits_for_stale_locks,
+        &PassedFiles::default(),
+    )
 }
 
 fn all(taken: Vec<Result<OpenedExport, FailedExport>>) -> Result<Vec<OpenedExport>, CommandError> {

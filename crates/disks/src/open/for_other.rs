@@ -1,0 +1,115 @@
+//! Opens the files of a disk for another process, which serves the disk.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+use blockio::file::FileTable;
+use blockio::{DiskOptions, DiskSource};
+
+#[cfg(feature = "qcow2")]
+use super::image::{ImageFile, is_image, open_layers};
+use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
+
+/// Opens a file of a disk with options that fit its place.
+/// [`open_for_other`](blockio::disk::open_for_other) is the model.
+pub type OpenForOther<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<File> + 'a;
+
+/// Opens the files that a disk names, and the backing files of an image that lies in a file. Only
+/// headers of images are read. The names of the other process for the files are beside them.
+///
+/// # Errors
+///
+/// When a file cannot be opened, or an image names a backing file that it may not have.
+pub fn open_files(
+    disk: &DiskSpec,
+    options: &DiskOptions,
+    open: &mut OpenForOther<'_>,
+) -> Result<Vec<(PathBuf, File)>> {
+    let mut files = Vec::new();
+    add_files(disk, options, open, &mut files)?;
+    Ok(files)
+}
+
+fn add_files(
+    disk: &DiskSpec,
+    options: &DiskOptions,
+    open: &mut OpenForOther<'_>,
+    files: &mut Vec<(PathBuf, File)>,
+) -> Result<()> {
+    let beside = DiskOptions { read_only: true, no_lock: true, ..DiskOptions::default() };
+    let mut add = |path: &Path, options: &DiskOptions| -> Result<()> {
+        files.push((path.to_owned(), open(path, options)?));
+        Ok(())
+    };
+    match disk {
+        DiskSpec::File(path) => add(path, options),
+        DiskSpec::Null { .. } | DiskSpec::Nbd(_) | DiskSpec::Rbd(_) => Ok(()),
+        DiskSpec::Raw { over, .. } => add_files(over, options, open, files),
+        DiskSpec::Luks { key, header, over, .. } => {
+            if let KeySpec::File(path) = key {
+                add(path, &beside)?;
+            }
+            header.iter().try_for_each(|path| add(path, &beside))?;
+            add_files(over, options, open, files)
+        }
+        DiskSpec::Qcow2 { backing, over } => {
+            add_files(over, options, open, files)?;
+            add_backing(None, backing, over, open, files)
+        }
+        DiskSpec::Image { format, backing, over } => {
+            add_files(over, options, open, files)?;
+            add_backing(Some(*format), backing, over, open, files)
+        }
+    }
+}
+
+/// Opens the backing files of the image in a file, if it may have any.
+#[cfg(feature = "qcow2")]
+fn add_backing(
+    format: Option<ImageFormat>,
+    allowed: &BackingFiles,
+    over: &DiskSpec,
+    open: &mut OpenForOther<'_>,
+    files: &mut Vec<(PathBuf, File)>,
+) -> Result<()> {
+    // An image in another layer is read by the process that serves it.
+    let Some(file) = over.whole_file().filter(|_| *allowed != BackingFiles::None) else {
+        return Ok(());
+    };
+    let options =
+        DiskOptions { read_only: true, no_lock: true, holds_image: true, ..DiskOptions::default() };
+    let as_disk = |path: &Path, opened: &File| -> Result<DiskSource> {
+        let table = FileTable::new(vec![(path.to_owned(), opened.try_clone()?)], true);
+        let options = DiskOptions { files: Some(Arc::new(table)), ..options.clone() };
+        Ok(DiskSource::file(path, &options)?)
+    };
+    let Some((path, opened)) = files.iter().rev().find(|(path, _)| path == file) else {
+        return Ok(());
+    };
+    let source = as_disk(path, opened)?;
+    if format.is_some() && !is_image(&source)? {
+        return Ok(());
+    }
+    let image = ImageFile { source, file: Some(file), allowed, files: None };
+    open_layers(image, |path, within| {
+        let opened = open(path, &DiskOptions { within: within.cloned(), ..options.clone() })?;
+        let named = within.map_or_else(|| path.to_owned(), |folder| folder.join(path));
+        let source = as_disk(&named, &opened)?;
+        files.push((named, opened));
+        Ok(source)
+    })
+    .map(drop)
+}
+
+#[cfg(not(feature = "qcow2"))]
+fn add_backing(
+    _: Option<ImageFormat>,
+    _: &BackingFiles,
+    _: &DiskSpec,
+    _: &mut OpenForOther<'_>,
+    _: &mut [(PathBuf, File)],
+) -> Result<()> {
+    Ok(())
+}
