@@ -257,12 +257,6 @@ impl Daemon {
         Ok((disks, device, threads))
     }
 
-    /// Marks the first export as about to be served.
-    fn begin_to_serve(&self) -> Result<(), CommandError> {
-        self.pool.lock().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
-        Ok(())
-    }
-
     /// The start of the counters, in seconds since 1970.
     pub(crate) fn start_time(&self) -> u64 {
         self.start_time.load(Ordering::Relaxed)

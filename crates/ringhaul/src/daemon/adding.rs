@@ -255,6 +255,12 @@ impl Daemon {
         exports.into_iter().map(bind).collect()
     }
 
+    /// Marks the first export as about to be served.
+    pub(super) fn begin_to_serve(&self) -> Result<(), CommandError> {
+        self.pool.lock().threads.as_mut().ok_or(CommandError::Ending)?.begin_to_serve();
+        Ok(())
+    }
+
     fn serve(&self, mut setups: Vec<ExportSetup>) -> Result<(), CommandError> {
         if setups.is_empty() {
             return Ok(());
