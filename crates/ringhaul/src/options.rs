@@ -311,7 +311,7 @@ pub struct ServeArgs {
     /// `on`: as far as the kernel has the means. `strict`: do not start if it lacks one. `log`:
     /// deny nothing, and let the kernel log the system calls that `on` would deny. `off`: no
     /// sandbox.
-    #[arg(help_heading = "Sandbox", long, value_name = "MODE", default_value = "off")]
+    #[arg(help_heading = "Sandbox", long, value_name = "MODE", default_value = "on")]
     pub sandbox: SandboxMode,
     /// Let disks that are added later be on any server. Without this option the sandbox permits
     /// the servers of disks that are named at the start.

@@ -22,7 +22,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds};
 
-use crate::sandbox;
+use crate::sandbox::{self, helper};
 use peer::Peer;
 use permissions::SocketGroups;
 
@@ -137,6 +137,9 @@ impl Endpoint {
         let _alone = BINDING.lock();
         clear_socket_path(path, option)?;
         let listener = listen(path).map_err(|error| {
+            if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
+                return anyhow::Error::new(error).context(format!("cannot listen on {shown}"));
+            }
             let is_denied = error.kind() == io::ErrorKind::PermissionDenied;
             let advice = is_denied.then(|| sandbox::advice_on_socket(path)).flatten();
             let advice = advice.unwrap_or_else(|| format!("choose another {option}"));
@@ -351,9 +354,9 @@ fn wait_for_killed_listener(path: &Path, patience: Instant) -> Result<()> {
     let mut is_logged = false;
     loop {
         let left = patience.saturating_duration_since(Instant::now());
-        let Some(connected) = connect(path).with_context(looking)? else { return Ok(()) };
-        // A listener with a full backlog does not reveal its process.
-        let listener = connected.as_ref().and_then(|socket| Peer::from_socket(socket).ok()?.pid);
+        let Some((connected, listener)) = find_listener(path).with_context(looking)? else {
+            return Ok(());
+        };
         if left.is_zero() || listener == Some(std::process::id()) {
             return Ok(());
         }
@@ -380,7 +383,20 @@ fn wait_for_killed_listener(path: &Path, patience: Instant) -> Result<()> {
 
 /// Returns true if a program listens there. Does not wait if its backlog is full.
 fn listens(path: &Path) -> io::Result<bool> {
-    Ok(connect(path)?.is_some())
+    Ok(find_listener(path)?.is_some())
+}
+
+/// Returns a connection to the program that listens at a socket, if this process may connect, and
+/// the id of its process. A listener with a full backlog does not reveal its process. `None`: no
+/// program listens there.
+#[allow(clippy::type_complexity, reason = "a pair of two facts that may be unknown")]
+fn find_listener(path: &Path) -> io::Result<Option<(Option<OwnedFd>, Option<u32>)>> {
+    if let Some(found) = helper::find_listener(path) {
+        return Ok(found?.map(|process| (None, process)));
+    }
+    let Some(connected) = connect(path)? else { return Ok(None) };
+    let process = connected.as_ref().and_then(|socket| Peer::from_socket(socket).ok()?.pid);
+    Ok(Some((connected, process)))
 }
 
 /// Connects to a socket. `None`: no program listens there. `Some(None)`: the backlog of the

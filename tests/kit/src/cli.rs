@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -81,6 +82,7 @@ impl TestFolders {
     /// # Errors
     /// If they cannot be made.
     pub fn new(disks: &str) -> Result<Self> {
+        DISKS.get_or_init(|| disks.into());
         let disks = tempfile::tempdir_in(disks).context("making a folder for disks")?;
         let sockets = tempfile::tempdir().context("making a folder for sockets")?;
         Ok(Self { disks, sockets })
@@ -109,6 +111,32 @@ impl TestFolders {
     pub fn socket(&self, name: &str) -> PathBuf {
         self.sockets.path().join(name)
     }
+}
+
+/// The folder of all disks of tests that have [`TestFolders`].
+static DISKS: OnceLock<PathBuf> = OnceLock::new();
+
+/// Options that choose the places of later disks and sockets themselves.
+const OWN_PLACES: [&str; 4] =
+    ["--allow-disk-dir", "--allow-socket-dir", "--control-group", "--takeover"];
+
+/// Lets the sandbox of a daemon that changes as it runs reach the folders of tests, if this is the
+/// command of one that does not choose folders itself.
+pub(crate) fn allow_test_folders(command: &mut Command) {
+    let has = |names: &[&str]| {
+        let words = command.get_args().map(|word| word.to_string_lossy().into_owned());
+        words
+            .map(|word| word.split('=').next().unwrap_or_default().to_owned())
+            .any(|word| names.contains(&&*word))
+    };
+    if !has(&["serve"]) || !has(&["--control", "--config"]) || has(&OWN_PLACES) {
+        return;
+    }
+    let sockets = std::env::temp_dir();
+    for disks in DISKS.get().into_iter().chain([&sockets]) {
+        command.arg("--allow-disk-dir").arg(disks);
+    }
+    command.arg("--allow-socket-dir").arg(sockets);
 }
 
 /// A command that has ended.
@@ -170,6 +198,7 @@ impl Running {
     /// # Errors
     /// If its program cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
+        allow_test_folders(command);
         let mut child = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -227,6 +256,18 @@ impl Running {
     #[must_use]
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
+    }
+
+    /// The helper of its sandbox.
+    ///
+    /// # Errors
+    /// If the command has no child.
+    pub fn helper(&self) -> Result<Pid> {
+        let pid = self.pid().as_raw_nonzero();
+        let path = format!("/proc/{pid}/task/{pid}/children");
+        let children = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let child = children.trim().parse().ok().and_then(Pid::from_raw);
+        child.with_context(|| format!("process {pid} has no single child but {children:?}"))
     }
 
     /// Sends a signal.

@@ -16,7 +16,7 @@ use ringhaul_tools::process::wait_child;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::cli::{READY, ringhaul_under};
+use crate::cli::{READY, allow_test_folders, ringhaul_under};
 use crate::server::{Cache, Engine};
 use crate::system::thread_id;
 
@@ -457,6 +457,7 @@ fn command(
         .args(["--cache", &options.cache.to_string()])
         .args(["--num-queues", &options.num_queues.to_string()])
         .args(&options.extra);
+    allow_test_folders(&mut command);
     Ok(command)
 }
 

@@ -341,6 +341,10 @@ fn ringhaul_command(export: &Export) -> Result<Command> {
         .args(["--logical-block-size", &export.logical_block_bytes.to_string()])
         .arg("--control")
         .arg(export.control());
+    // Disks that a test adds later lie beside the first.
+    if let Some(folder) = export.file.parent().filter(|folder| folder.is_dir()) {
+        command.arg("--allow-disk-dir").arg(folder);
+    }
     if export.read_only {
         command.arg("--read-only");
     }

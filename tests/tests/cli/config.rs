@@ -412,7 +412,7 @@ fn a_reload_of_a_hung_file_is_cancelled() -> Result<()> {
     let mut daemon = Running::serve(&mut serve(&file)?)?;
     // Dropped first: a process with a call that is stuck cannot be killed.
     let fuse = fuse;
-    fuse.withhold(daemon.pid(), &[opcode::OPEN]);
+    fuse.withhold(daemon.helper()?, &[opcode::OPEN]);
     fs::remove_file(&file)?;
     std::os::unix::fs::symlink(fuse.file(), &file)?;
     daemon.signal(Signal::HUP)?;

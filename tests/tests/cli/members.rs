@@ -228,6 +228,8 @@ fn a_folder_that_is_allowed_exists() -> Result<()> {
     let mut command = ringhaul()?;
     command.args(["serve", "--disk", "null:1M", "--socket-path"]);
     command.arg(folders.socket("vm.sock")).arg("--control").arg(folders.socket("control"));
+    // Without an option of that name, which would take precedence.
+    command.arg("--allow-socket-dir").arg(folders.socket(""));
     run(command.arg("--config").arg(&file))?.expect_refusal(&["--allow-disk-dir", "absent"])
 }
 

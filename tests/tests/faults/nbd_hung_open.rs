@@ -64,7 +64,7 @@ fn wait_for_result(
 
 fn serve(folders: &TestFolders, options: &[&str]) -> Result<Running> {
     let mut command = ringhaul()?;
-    command.args(["serve", "--control"]).arg(folders.socket("control"));
+    command.args(["serve", "--allow-network", "--control"]).arg(folders.socket("control"));
     command.arg("--socket-path").arg(folders.socket("vm.sock")).args(options);
     Running::serve(&mut command)
 }

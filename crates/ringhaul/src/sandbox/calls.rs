@@ -122,7 +122,12 @@ const FCHMODAT2: libc::c_long = 452;
 /// When the kernel has no seccomp.
 pub(super) fn deny(rules: &Rules) -> Result<()> {
     apply(denied(rules)?, SeccompAction::Errno(fits(libc::EPERM, "an errno")))?;
-    // The arguments of this call are in memory. The C library uses `clone` in its place.
+    replace_clone3()
+}
+
+/// Makes the C library start threads with `clone`: the arguments of `clone3` are in memory, where
+/// no filter sees them.
+fn replace_clone3() -> Result<()> {
     let clone3 = Calls::from([(libc::SYS_clone3, Vec::new())]);
     apply(clone3, SeccompAction::Errno(fits(libc::ENOSYS, "an errno")))
 }
@@ -186,13 +191,25 @@ fn rule(
 /// Calls of the helper.
 const OF_HELPER: &[libc::c_long] = &[
     libc::SYS_brk,
+    libc::SYS_clone3,
     libc::SYS_close,
+    libc::SYS_connect,
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_futex,
     libc::SYS_getdents64,
+    libc::SYS_getsockopt,
+    libc::SYS_gettid,
+    libc::SYS_mprotect,
+    libc::SYS_prctl,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
     libc::SYS_getrandom,
     libc::SYS_lseek,
     libc::SYS_madvise,
@@ -207,12 +224,13 @@ const OF_HELPER: &[libc::c_long] = &[
     libc::SYS_recvfrom,
     libc::SYS_restart_syscall,
     libc::SYS_rt_sigreturn,
+    libc::SYS_seccomp,
     libc::SYS_sendmsg,
     libc::SYS_statx,
 ];
 
-/// Allows this process the calls of the helper alone: it opens files for reading, and neither
-/// writes nor connects.
+/// Allows this process the calls of the helper alone: it opens files for reading, writes to none,
+/// and executes nothing.
 ///
 /// # Errors
 ///
@@ -221,6 +239,9 @@ pub(super) fn confine_helper() -> Result<()> {
     let mut calls: Calls = OF_HELPER.iter().map(|nr| (*nr, Vec::new())).collect();
     let writes = libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC;
     calls.insert(libc::SYS_openat, vec![rule(2, masked(writes), libc::O_RDONLY)?]);
+    calls.insert(libc::SYS_clone, vec![rule(0, masked(libc::CLONE_THREAD), libc::CLONE_THREAD)?]);
+    calls.insert(libc::SYS_socket, vec![rule(0, SeccompCmpOp::Eq, libc::AF_UNIX)?]);
+    replace_clone3()?;
     let denied = SeccompAction::Errno(fits(libc::EPERM, "an errno"));
     install(calls, denied, SeccompAction::Allow)
 }

@@ -32,6 +32,10 @@ fn needed(rules: &Rules) -> CapabilitySet {
 pub(super) fn keep(needed: CapabilitySet) -> Result<()> {
     let has = capabilities(None).context("cannot determine the capabilities of the process")?;
     let kept = has.permitted & needed;
+    // A service manager that has taken them all may deny the call, too.
+    if has.permitted == kept && (has.inheritable & !kept).is_empty() {
+        return Ok(());
+    }
     let sets =
         CapabilitySets { permitted: kept, effective: kept, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).context("cannot drop capabilities")

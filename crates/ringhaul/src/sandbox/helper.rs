@@ -1,29 +1,31 @@
-//! A process outside the sandbox, for two tasks that the daemon has no right to: it finds the
-//! programs that have a file open, and opens the configuration file, which an editor may have
-//! replaced.
+//! A process outside the sandbox, for three tasks that the daemon has no right to: it finds
+//! programs that have a file open, or listen at a socket, and it opens the configuration file,
+//! which an editor may have replaced.
 //!
-//! It is forked before the daemon opens anything, and has no descriptor but its socket. It opens
-//! files for reading only, and hands over none but the configuration file. It ends with the daemon.
+//! It is forked before the daemon has threads, and has no descriptor but its socket. It opens files
+//! for reading only, and hands over none but the configuration file. It ends with the daemon.
 
-use std::ffi::c_int;
+use std::ffi::{OsStr, c_int};
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::disk::{find_holders, set_holder_finder};
 use blockio::executor::Lock;
 use blockio::file::open_regular;
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, send, sendmsg,
-    socketpair,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
+    recvmsg, send, sendmsg, socket_with, socketpair,
 };
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, set_name, set_no_new_privs};
@@ -35,19 +37,32 @@ const MESSAGE_BYTES: usize = 16 << 10;
 /// The longest wait for an answer: the configuration file may lie on a file system that hangs.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
 
-/// The tasks, by the first byte of a request. A path follows the first two.
+/// Bytes of the number that a request and its answer begin with.
+const NUMBER_BYTES: usize = 4;
+
+/// The tasks, by the byte after the number of a request. A path follows all but the last.
 const FIND_OPEN: u8 = b'o';
 const FIND_LOCKED: u8 = b'l';
+const FIND_LISTENER: u8 = b's';
 const OPEN_CONFIG: u8 = b'c';
 
-/// The first byte of an answer.
+/// The byte after the number of an answer.
 const DONE: u8 = b'd';
 const FAILED: u8 = b'f';
+
+/// The answers about a listener; the id of its process may follow.
+const NO_LISTENER: u8 = b'n';
+const LISTENER: u8 = b'l';
+
+/// The most threads that a configuration file may hang.
+const OPENING_MAX: usize = 16;
 
 /// The daemon's end.
 struct Helper {
     socket: OwnedFd,
     config: Option<PathBuf>,
+    /// The number of the last request.
+    number: u32,
 }
 
 static HELPER: OnceLock<Lock<Helper>> = OnceLock::new();
@@ -73,14 +88,13 @@ pub(super) fn start(config: Option<&Path>) -> Result<()> {
             if is_prepared && prepare(theirs.as_raw_fd()).is_ok() {
                 serve(&theirs, config.as_deref());
             }
-            // SAFETY: ends the process at once; nothing of the daemon may run at its end.
-            unsafe { libc::_exit(0) }
+            exit()
         }
         _ => {
             drop(theirs);
             set_socket_timeout(&ours, Timeout::Recv, Some(ANSWER_MAX))?;
             // A process is confined once.
-            let _ = HELPER.set(Lock::new(Helper { socket: ours, config }));
+            let _ = HELPER.set(Lock::new(Helper { socket: ours, config, number: 0 }));
             set_holder_finder(ask_for_holders);
             Ok(())
         }
@@ -90,7 +104,7 @@ pub(super) fn start(config: Option<&Path>) -> Result<()> {
 /// Opens the configuration file, if it is the one that the helper opens. `None`: it is not, or
 /// there is no helper.
 pub(crate) fn open_config(path: &Path) -> Option<io::Result<File>> {
-    let helper = HELPER.get()?.lock();
+    let mut helper = HELPER.get()?.lock();
     if helper.config != std::path::absolute(path).ok() {
         return None;
     }
@@ -100,27 +114,53 @@ pub(crate) fn open_config(path: &Path) -> Option<io::Result<File>> {
 /// Finds the programs that have a file open. An empty list: there are none, or the helper is gone.
 fn ask_for_holders(path: &Path, is_locked: bool) -> Vec<String> {
     let Some(helper) = HELPER.get() else { return Vec::new() };
-    let mut request = vec![if is_locked { FIND_LOCKED } else { FIND_OPEN }];
-    request.extend(path.as_os_str().as_bytes());
-    let answer = helper.lock().ask(&request).map(|(answer, _)| answer);
+    let task = if is_locked { FIND_LOCKED } else { FIND_OPEN };
+    let answer = helper.lock().ask(task, path).map(|(answer, _)| answer);
     let answer = answer.unwrap_or_default();
     let names = String::from_utf8_lossy(&answer);
     names.lines().map(str::to_owned).collect()
 }
 
+/// A program that listens at a socket, with the id of its process if that is known.
+pub(crate) type Listener = Option<u32>;
+
+/// Finds the program that listens at a socket. `None`: there is no helper.
+pub(crate) fn find_listener(path: &Path) -> Option<io::Result<Option<Listener>>> {
+    let mut helper = HELPER.get()?.lock();
+    Some(helper.ask(FIND_LISTENER, path).map(|(answer, _)| match answer.split_first() {
+        Some((&LISTENER, process)) => Some(process.try_into().ok().map(u32::from_ne_bytes)),
+        _ => None,
+    }))
+}
+
 impl Helper {
-    fn open_config(&self) -> io::Result<File> {
-        let (_, file) = self.ask(&[OPEN_CONFIG])?;
+    fn open_config(&mut self) -> io::Result<File> {
+        let (_, file) = self.ask(OPEN_CONFIG, Path::new(""))?;
         file.map(File::from).ok_or_else(|| ErrorKind::InvalidData.into())
     }
 
     /// Sends a request, and waits for its answer.
-    fn ask(&self, request: &[u8]) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
-        // An answer that came too late must not be taken for that of another request.
-        while recv(&self.socket, &mut [0; 1], RecvFlags::DONTWAIT).is_ok_and(|(_, bytes)| bytes > 0)
-        {
+    fn ask(&mut self, task: u8, path: &Path) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+        self.number = self.number.wrapping_add(1);
+        let number = self.number.to_ne_bytes();
+        let request = [&number, &[task][..], path.as_os_str().as_bytes()].concat();
+        send(&self.socket, &request, SendFlags::NOSIGNAL)?;
+        loop {
+            let (answer, file) = self.receive()?;
+            // An answer to an earlier request may come late.
+            let Some(answer) = answer.strip_prefix(&number) else { continue };
+            return match answer.split_first() {
+                Some((&DONE, answer)) => Ok((answer.to_vec(), file)),
+                Some((&FAILED, code)) => {
+                    let code = code.try_into().map_or(libc::EIO, i32::from_ne_bytes);
+                    Err(io::Error::from_raw_os_error(code))
+                }
+                _ => Err(ErrorKind::InvalidData.into()),
+            };
         }
-        send(&self.socket, request, SendFlags::NOSIGNAL)?;
+    }
+
+    fn receive(&self) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut bytes = vec![0; MESSAGE_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -131,14 +171,10 @@ impl Helper {
             _ => None,
         });
         bytes.truncate(received.bytes);
-        match bytes.split_first() {
-            Some((&DONE, answer)) => Ok((answer.to_vec(), file)),
-            Some((&FAILED, code)) => {
-                let code = code.try_into().map_or(libc::EIO, i32::from_ne_bytes);
-                Err(io::Error::from_raw_os_error(code))
-            }
-            _ => Err(io::Error::other("the helper of the sandbox has ended")),
+        if bytes.is_empty() {
+            return Err(io::Error::other("the helper of the sandbox has ended"));
         }
+        Ok((bytes, file))
     }
 }
 
@@ -166,49 +202,113 @@ fn prepare(socket: RawFd) -> Result<()> {
 
 /// Answers requests until the daemon ends.
 fn serve(socket: &OwnedFd, config: Option<&Path>) {
-    let mut request = vec![0; MESSAGE_BYTES];
-    loop {
-        let bytes = match recv(socket, &mut request[..], RecvFlags::empty()) {
-            Ok((0, _)) => return,
-            Ok((_, bytes)) => bytes.min(MESSAGE_BYTES),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(_) => return,
-        };
-        let (task, path) =
-            (request[0], PathBuf::from(std::ffi::OsString::from_vec(request[1..bytes].to_vec())));
-        let mut file = None;
-        let mut answer = vec![DONE];
-        match task {
-            FIND_OPEN | FIND_LOCKED => {
-                let names = find_holders(&path, task == FIND_LOCKED).join("\n");
-                answer.extend(names.bytes().take(MESSAGE_BYTES - 1));
-            }
-            OPEN_CONFIG => match open(config) {
-                Ok(opened) => file = Some(opened),
-                Err(error) => {
-                    answer = vec![FAILED];
-                    answer.extend(error.raw_os_error().unwrap_or(libc::EINVAL).to_ne_bytes());
+    let opening = AtomicUsize::new(0);
+    let mut bytes = vec![0; MESSAGE_BYTES];
+    // A thread that hangs must not keep the process: the caller ends it.
+    std::thread::scope(|scope| {
+        loop {
+            let request = match recv(socket, &mut bytes[..], RecvFlags::empty()) {
+                Ok((0, _)) => exit(),
+                Ok((count, _)) => &bytes[..count.min(MESSAGE_BYTES)],
+                Err(Errno::INTR) => continue,
+                Err(_) => exit(),
+            };
+            let Some((number, [task, path @ ..])) = request.split_first_chunk::<NUMBER_BYTES>()
+            else {
+                continue;
+            };
+            let (number, path) = (*number, Path::new(OsStr::from_bytes(path)));
+            let answer = match *task {
+                FIND_OPEN | FIND_LOCKED => {
+                    let names = find_holders(path, *task == FIND_LOCKED).join("\n");
+                    Ok(names.into_bytes())
                 }
-            },
-            _ => answer = vec![FAILED],
+                FIND_LISTENER => find_listener_here(path),
+                // The file may hang.
+                OPEN_CONFIG if opening.fetch_add(1, Ordering::Relaxed) < OPENING_MAX => {
+                    let opening = &opening;
+                    let open = move || {
+                        let file = open(config);
+                        opening.fetch_sub(1, Ordering::Relaxed);
+                        let (file, answer) = match file {
+                            Ok(file) => (Some(file), Ok(Vec::new())),
+                            Err(error) => (None, Err(error)),
+                        };
+                        respond(socket, number, answer, file.as_ref());
+                    };
+                    if std::thread::Builder::new().spawn_scoped(scope, open).is_ok() {
+                        continue;
+                    }
+                    Err(ErrorKind::OutOfMemory.into())
+                }
+                _ => Err(ErrorKind::InvalidInput.into()),
+            };
+            respond(socket, number, answer, None);
         }
-        if respond(socket, &answer, file.as_ref()).is_err() {
-            return;
-        }
-    }
+    });
+}
+
+/// Ends the process at once; nothing of the daemon may run at its end.
+fn exit() -> ! {
+    // SAFETY: ends all threads, whatever they do.
+    unsafe { libc::_exit(0) }
 }
 
 fn open(config: Option<&Path>) -> io::Result<File> {
     open_regular(config.ok_or(ErrorKind::NotFound)?)
 }
 
-fn respond(socket: &OwnedFd, answer: &[u8], file: Option<&File>) -> io::Result<()> {
+/// Connects to a socket and hangs up.
+fn find_listener_here(path: &Path) -> io::Result<Vec<u8>> {
+    let (flags, address) =
+        (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match connect(&socket, &address) {
+        Ok(()) => {
+            let process = process_of(&socket).map(|process| process.to_ne_bytes().to_vec());
+            Ok([vec![LISTENER], process.unwrap_or_default()].concat())
+        }
+        // The backlog of the listener is full.
+        Err(Errno::AGAIN) => Ok(vec![LISTENER]),
+        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(vec![NO_LISTENER]),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The id of the process at the other end, unless it is not visible here.
+fn process_of(socket: &OwnedFd) -> Option<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut bytes = libc::socklen_t::try_from(size_of_val(&peer)).ok()?;
+    // SAFETY: the kernel writes at most `bytes` bytes of the structure.
+    let result = unsafe {
+        let peer = (&raw mut peer).cast();
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            peer,
+            &raw mut bytes,
+        )
+    };
+    u32::try_from(peer.pid).ok().filter(|process| result == 0 && *process > 0)
+}
+
+/// Sends an answer. If the daemon is gone, the next request is not received either.
+fn respond(socket: &OwnedFd, number: [u8; 4], answer: io::Result<Vec<u8>>, file: Option<&File>) {
+    let answer = match answer {
+        Ok(answer) => [vec![DONE], answer].concat(),
+        Err(error) => {
+            let code = error.raw_os_error().unwrap_or(libc::EINVAL);
+            [vec![FAILED], code.to_ne_bytes().to_vec()].concat()
+        }
+    };
+    let mut answer = [&number, &answer[..]].concat();
+    answer.truncate(MESSAGE_BYTES);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files: Vec<_> = file.into_iter().map(rustix::fd::AsFd::as_fd).collect();
     if !files.is_empty() {
         control.push(SendAncillaryMessage::ScmRights(&files));
     }
-    sendmsg(socket, &[IoSlice::new(answer)], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
+    let _ = sendmsg(socket, &[IoSlice::new(&answer)], &mut control, SendFlags::NOSIGNAL);
 }

@@ -1,5 +1,7 @@
 //! The files, sockets and servers that a daemon needs, as data.
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The use of a file or a folder.
@@ -23,7 +25,10 @@ pub(super) enum Use {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rules {
     pub(super) places: Vec<(PathBuf, Use)>,
-    /// TCP ports of servers. `None`: any, for libraries that choose them.
+    /// Device and inode of the files among the places: the kernel permits no other file that takes
+    /// the path of one.
+    identities: BTreeMap<PathBuf, (u64, u64)>,
+    /// TCP ports of servers.
     pub(super) ports: Vec<u16>,
     pub(super) has_any_server: bool,
     has_local_server: bool,
@@ -146,6 +151,9 @@ impl Rules {
         // A path may be relative to the folder in which the daemon works at present.
         let place = (std::path::absolute(path).unwrap_or(path.to_owned()), used);
         if !self.places.contains(&place) {
+            if let Ok(found) = std::fs::metadata(&place.0) {
+                self.identities.insert(place.0.clone(), (found.dev(), found.ino()));
+            }
             self.places.push(place);
         }
     }
@@ -153,8 +161,12 @@ impl Rules {
     /// Returns true if a disk or a socket at this path may be used.
     pub(super) fn permits(&self, path: &Path) -> bool {
         let path = std::path::absolute(path).unwrap_or(path.to_owned());
+        let is_same = |place| {
+            let now = std::fs::metadata(&path).ok().map(|found| (found.dev(), found.ino()));
+            now.as_ref() == self.identities.get(place)
+        };
         self.places.iter().any(|(place, used)| match used {
-            Use::Read | Use::Write => *place == path,
+            Use::Read | Use::Write => *place == path && is_same(place),
             Use::Sockets | Use::ReadFolder | Use::WriteFolder | Use::Replace => {
                 path.starts_with(place)
             }
@@ -166,4 +178,51 @@ impl Rules {
 pub(super) fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_permitted_by_name_and_identity_and_folders_with_their_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("disks")).unwrap();
+        for file in ["mine", "other", "disks/any"] {
+            std::fs::write(path(file), "").unwrap();
+        }
+        let mut rules = Rules::default();
+        rules.disk(&path("mine"), true);
+        rules.disk_folder(&path("disks"));
+        for (name, is_permitted) in
+            [("mine", true), ("other", false), ("disks/any", true), ("disks/later", true)]
+        {
+            assert_eq!(rules.permits(&path(name)), is_permitted, "{name}");
+        }
+        std::fs::rename(path("other"), path("mine")).unwrap();
+        assert!(!rules.permits(&path("mine")), "another file has its name");
+    }
+
+    #[test]
+    fn servers_are_permitted_by_their_ports() {
+        let mut rules = Rules::default();
+        assert!(!rules.may_connect() && !rules.has_network());
+        rules.local_server();
+        assert!(rules.may_connect() && !rules.has_network());
+        rules.server(10809);
+        assert!(rules.has_network() && rules.ports.contains(&10809) && !rules.has_any_server);
+        let mut rules = Rules::default();
+        rules.listen(9750);
+        assert!(!rules.may_connect() && rules.has_network());
+        rules.any_server();
+        assert!(rules.may_connect());
+    }
+
+    #[test]
+    fn a_file_lies_in_a_folder() {
+        for (file, folder) in [("/a/b", "/a"), ("/a", "/"), ("a", "."), ("a/b", "a"), ("/", "/")] {
+            assert_eq!(folder_of(Path::new(file)), Path::new(folder), "{file}");
+        }
+    }
 }

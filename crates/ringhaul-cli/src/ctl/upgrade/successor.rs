@@ -159,6 +159,28 @@ fn execute(program: &Path, start: &SuccessorStart) -> Error {
     let environment: &BTreeMap<String, String> = environment;
     let mut command = Command::new(program);
     command.args(log_options).args(["serve", "--takeover"]).arg(control);
+    let environment = environment.iter().filter(|(name, _)| !changes_loading(name));
     let error = command.env_clear().envs(environment).exec();
     Error::new(error).context(format!("cannot start {}", program.display()))
+}
+
+/// Returns true for a variable that makes the loader of programs load other libraries. Code inside
+/// the sandbox of the old process could set one, and would leave the sandbox by it.
+fn changes_loading(name: &str) -> bool {
+    name.starts_with("LD_") || ["GLIBC_TUNABLES", "GCONV_PATH"].contains(&name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_old_process_chooses_no_libraries() {
+        for name in ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "GLIBC_TUNABLES", "GCONV_PATH"] {
+            assert!(changes_loading(name), "{name}");
+        }
+        for name in ["PATH", "NOTIFY_SOCKET", "RUST_LOG", "OLD_NAME"] {
+            assert!(!changes_loading(name), "{name}");
+        }
+    }
 }
