@@ -135,10 +135,23 @@ fn bytes(read_only: bool) -> [Vec<i64>; 2] {
 }
 
 /// Locks `file`, which must be open for reading. Returns false if its file system has no locks.
+/// After a conflict it has no locks: a file that another program has opened stays open, and would
+/// be taken for the holder of the lock.
 pub(crate) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
     let [own, opposite] = bytes(read_only);
+    let locked = try_lock(file, path, &own, &opposite);
+    if locked.is_err() {
+        for byte in own {
+            // Fails only if the file system has no locks.
+            let _ = set_lock(file, libc::F_UNLCK, byte);
+        }
+    }
+    locked
+}
+
+fn try_lock(file: &File, path: &Path, own: &[i64], opposite: &[i64]) -> Result<bool, Conflict> {
     for byte in own {
-        match set_read_lock(file, byte) {
+        match set_read_lock(file, *byte) {
             Ok(()) => {}
             Err(error) if is_conflict(&error) => return Err(Conflict::Locked),
             Err(error) => {
@@ -153,7 +166,7 @@ pub(crate) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Co
             }
         }
     }
-    if opposite.into_iter().any(|byte| is_locked(file, byte)) {
+    if opposite.iter().any(|byte| is_locked(file, *byte)) {
         return Err(Conflict::Locked);
     }
     Ok(true)
@@ -190,7 +203,11 @@ fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
 }
 
 fn set_read_lock(file: &File, byte: i64) -> io::Result<()> {
-    let lock = byte_lock(libc::F_RDLCK, byte);
+    set_lock(file, libc::F_RDLCK, byte)
+}
+
+fn set_lock(file: &File, kind: libc::c_int, byte: i64) -> io::Result<()> {
+    let lock = byte_lock(kind, byte);
     // SAFETY: the descriptor is open, and the kernel reads the structure only during the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
         -1 => Err(io::Error::last_os_error()),
@@ -309,6 +326,25 @@ fn has_lock(process: &str, descriptor: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Otherwise a disk that a killed daemon has left in use is lost at the next start.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_that_could_not_be_locked_has_no_locks() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::options().read(true).write(true).open(named.path()).unwrap();
+        let (first, second) = (open(), open());
+        let is_held = |file: &File| has_lock("self", &file.as_raw_fd().to_string());
+        for (of_first, of_second) in [(false, false), (false, true), (true, false)] {
+            lock(&first, named.path(), of_first).unwrap();
+            assert!(lock(&second, named.path(), of_second).is_err());
+            assert!(is_held(&first) && !is_held(&second), "{of_first} {of_second}");
+            bytes(of_first)[0]
+                .iter()
+                .for_each(|byte| set_lock(&first, libc::F_UNLCK, *byte).unwrap());
+        }
+        assert!(lock(&second, named.path(), false).unwrap() && is_held(&second));
+    }
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
