@@ -234,11 +234,12 @@ fn serve_client(
     let mut input = Input::default();
     loop {
         match connection.receive(&mut input)? {
-            Line::Whole(line) if line.trim_ascii().is_empty() => {}
+            Line::Whole(line) if line.trim_ascii().is_empty() => input.close_fds(),
             Line::Whole(line) => match takeover::old_process::parse_request(&line) {
                 // A taker receives every descriptor of the daemon, so it must be the owner.
                 Some(_) if role < Role::Owner => {
                     let text = "only root and the user of this daemon may take over from it";
+                    input.close_fds();
                     refuse(Code::Refused, text)?;
                 }
                 Some(request) => {
@@ -355,8 +356,47 @@ fn log_change(method: &str, export: Option<&str>, Peer { pid, uid, .. }: &Peer) 
 mod tests {
     use std::time::Instant;
 
+    use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
+
+    use super::descriptors::send_line;
     use super::*;
     use crate::testing::spawn_asleep;
+
+    /// Clients could otherwise use up the open files of the daemon.
+    #[test]
+    fn descriptors_are_closed_if_no_disk_has_taken_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let served = std::thread::spawn(move || {
+            let (in_progress, quota) = (RequestsInProgress::default(), ClientQuota::default());
+            let access = Arc::new(Access::default());
+            serve_client(ours, access, &Weak::new(), &in_progress, &quota)
+        });
+        let named = serde_json::json!({ DESCRIPTORS: [{ "path": path }], "nonsense": 1 });
+        let call = |method: &str, params: &Value| {
+            serde_json::json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params })
+                .to_string()
+        };
+        for line in [
+            String::new(),
+            "nonsense".to_owned(),
+            call("ping", &serde_json::json!({})),
+            call("export.add", &named),
+        ] {
+            let end = |flags| open(&path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap();
+            let reader = end(OFlags::RDONLY | OFlags::NONBLOCK);
+            let writer = end(OFlags::WRONLY);
+            send_line(&theirs, format!("{line}\n").as_bytes(), &[writer]).unwrap();
+            // Ends when the last writer is closed.
+            let (mut hang_up, limit) =
+                ([PollFd::new(&reader, PollFlags::IN)], Timespec { tv_sec: 60, tv_nsec: 0 });
+            assert_eq!(poll(&mut hang_up, Some(&limit)), Ok(1), "it stays open: {line}");
+        }
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        served.join().unwrap().unwrap();
+    }
 
     /// The log has a line for each change, for an audit.
     #[test]

@@ -65,6 +65,14 @@ impl Input {
     pub(super) fn take_fds(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.fds)
     }
+
+    /// Closes the descriptors that came with a line which is no request, unless bytes of the next
+    /// line came with them too.
+    pub(super) fn close_fds(&mut self) {
+        if self.bytes.is_empty() {
+            self.fds.clear();
+        }
+    }
 }
 
 /// The next input of a client.
