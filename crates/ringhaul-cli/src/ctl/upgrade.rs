@@ -215,6 +215,28 @@ mod tests {
         assert_eq!(asked[1]["params"], json!({ "binary": "/bin/it" }));
     }
 
+    /// A daemon that hangs up may have been replaced, restarted, or be in trouble.
+    #[test]
+    fn a_lost_connection_is_a_success_only_if_the_process_serves() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        assert!(!serves(&path, 7), "nothing serves");
+        let listener = UnixListener::bind(&path).unwrap();
+        let daemon = std::thread::spawn(move || {
+            for answer in [
+                json!({ "result": { "process": 7 } }),
+                json!({ "result": { "process": 8 } }),
+                json!({ "error": { "code": NO_METHOD, "message": "no method" } }),
+            ] {
+                let (stream, _) = listener.accept().unwrap();
+                BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+                writeln!(&stream, "{answer}").unwrap();
+            }
+        });
+        assert_eq!([7, 7, 7].map(|process| serves(&path, process)), [true, false, false]);
+        daemon.join().unwrap();
+    }
+
     #[test]
     fn a_program_is_a_path() {
         let error = program(Path::new("false")).unwrap_err().to_string();

@@ -356,6 +356,9 @@ fn check_is_ours(folder: &File, path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -368,6 +371,54 @@ mod tests {
             (1001, 1000, false),
         ] {
             assert_eq!(is_owner(peer, own), expected, "{peer} of {own}");
+        }
+    }
+    /// A folder that a stranger can replace may lead anywhere at the next start.
+    #[test]
+    fn new_files_of_members_come_below_folders_of_the_daemon() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        for (folder, mode) in [("own", 0o755), ("own/open", 0o777), ("own/open/sub", 0o755)] {
+            std::fs::create_dir(at(folder)).unwrap();
+            std::fs::set_permissions(at(folder), Permissions::from_mode(mode)).unwrap();
+        }
+        std::os::unix::fs::symlink(at("own/open"), at("own/link")).unwrap();
+        let folders = [root.path().to_owned()];
+        for (path, is_private, expected) in [
+            ("file", true, Ok(())),
+            ("own/file", true, Ok(())),
+            ("own/open/socket", false, Ok(())),
+            ("own/open/file", true, Err("can replace files in")),
+            ("own/open/sub/socket", false, Err("can replace files in")),
+            ("own/open/sub/file", true, Err("can replace files in")),
+            ("own/link/socket", false, Err("cannot examine")),
+            ("own/../file", true, Err("without '..'")),
+            ("", false, Err("it is a folder")),
+        ] {
+            let checked = check_place(&at(path), &folders, ("--option", is_private));
+            match (checked, expected) {
+                (Ok(()), Ok(())) => {}
+                (Err(error), Err(words)) if error.to_string().contains(words) => {}
+                (checked, _) => panic!("{path}: {checked:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn disks_that_need_the_rights_of_the_daemon_are_refused_in_each_layer() {
+        for disk in [
+            "nbd,socket=/run/server",
+            "rbd:pool/image",
+            "raw,over=nbd,socket=/run/server",
+            "qcow2,over=rbd:pool/image",
+            "luks,key-file=/key,over=nbd,socket=/run/server",
+            "raw,over=luks,key-fd=9,over=/disk",
+        ] {
+            let spec = DiskSpec::parse(disk).unwrap();
+            assert!(check_kinds(&spec).is_err(), "{disk}");
+        }
+        for disk in ["null:1M", "nbd://host/disk", "qcow2:/disk", "raw,over=nbd://host/disk"] {
+            check_kinds(&DiskSpec::parse(disk).unwrap()).unwrap();
         }
     }
 }

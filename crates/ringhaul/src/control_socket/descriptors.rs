@@ -169,6 +169,17 @@ mod tests {
             let error = named(vec![name(path)], vec![fd()]).unwrap_err();
             assert!(error.to_string().contains("cannot use the descriptor"), "{error}");
         }
+        // Files of two file systems may have the same number.
+        let roots = ["/proc", "/sys"].map(Path::new);
+        let inodes = roots.map(|root| root.metadata().map(|found| found.ino()).unwrap_or(0));
+        if inodes == [1, 1] {
+            assert!(
+                named(vec![name(roots[0])], vec![File::open(roots[0]).unwrap().into()]).is_ok()
+            );
+            assert!(
+                named(vec![name(roots[0])], vec![File::open(roots[1]).unwrap().into()]).is_err()
+            );
+        }
         for fds in [vec![], vec![fd(), fd()]] {
             assert!(named(vec![name(&one)], fds).is_err());
         }

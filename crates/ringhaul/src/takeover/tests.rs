@@ -226,6 +226,12 @@ fn every_visible_part_of_an_export_is_taken_over() {
         taken.resume(&new)
     });
     assert_eq!((details(&new), settings(&new)), (exports, set));
+    // A client that has started a third process learns that another one has taken over.
+    let process = std::process::id();
+    let taken = SuccessorProgress { has_asked: true, has_taken_over: true };
+    assert_eq!(wait(&old.daemon, process, Duration::ZERO).unwrap(), taken);
+    let lost = wait(&old.daemon, process + 1, Duration::ZERO).unwrap_err();
+    assert!(matches!(lost, CommandError::HandedOver(owner) if owner == process), "{lost:?}");
     let debt = new.group_debts()["idle"][0];
     assert!(debt > 0 && debt <= DEBT_NS, "{debt} ns");
     assert_eq!(new.start_time(), 1000);

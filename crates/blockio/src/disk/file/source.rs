@@ -360,12 +360,32 @@ fn check_zones(zoned: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::file::FileTable;
 
     #[test]
     fn devices_that_take_sequential_writes_only_are_refused() {
         assert!(check_zones("host-managed").unwrap_err().contains("sequential"));
         for zoned in ["none", "host-aware", ""] {
             assert!(check_zones(zoned).is_ok(), "{zoned}");
+        }
+    }
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_passed_file_is_used_only_if_its_mode_and_type_fit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let open = |file: File, read_only: bool| {
+            let files = Some(Arc::new(FileTable::new(vec![(path.clone(), file)], true)));
+            FileSource::open(&path, &DiskOptions { read_only, files, ..DiskOptions::default() })
+        };
+        let reading = || File::open(&path).unwrap();
+        let writing = File::options().read(true).write(true).open(&path).unwrap();
+        assert!(open(reading(), true).is_ok() && open(writing, false).is_ok());
+        let appending = File::options().read(true).append(true).open(&path).unwrap();
+        for file in [reading(), appending, File::open(folder.path()).unwrap()] {
+            let error = open(file, false).unwrap_err();
+            assert!(matches!(error, Error::Unusable { .. }), "{error}");
         }
     }
 }

@@ -114,6 +114,11 @@ fn receive_line(stream: &UnixStream) -> Result<(Vec<u8>, UnixCredentials)> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::IoSlice;
+
+    use nix::sys::socket::{ControlMessage, sendmsg};
+    use rustix::process::{getegid, getpid};
+
     use super::*;
 
     #[test]
@@ -127,5 +132,30 @@ mod tests {
         assert_eq!(sender.uid(), rustix::process::geteuid().as_raw());
         drop(theirs);
         assert!(receive_line(&ours).is_err());
+    }
+
+    /// A process of another user may have got the id of a daemon that has ended.
+    #[test]
+    fn the_daemon_is_a_process_of_the_sender() {
+        let user = rustix::process::geteuid().as_raw();
+        // Only root may name another sender.
+        for uid in [Some(user), Some(user + 1).filter(|_| user == 0)].into_iter().flatten() {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let process = getpid();
+            let sender =
+                nix::libc::ucred { pid: process.as_raw_pid(), uid, gid: getegid().as_raw() };
+            let sender = UnixCredentials::from(sender);
+            let text = [IoSlice::new(b"{\"result\":{}}\n")];
+            let parts = [ControlMessage::ScmCredentials(&sender)];
+            set_socket_passcred(&ours, true).unwrap();
+            sendmsg::<()>(theirs.as_raw_fd(), &text, &parts, MsgFlags::empty(), None).unwrap();
+            let mut link = Link { path: "/control".into(), receiver: Receiver::new(ours) };
+            match link.daemon() {
+                Ok(daemon) => assert_eq!((uid, daemon.id), (user, process)),
+                Err(error) => {
+                    assert!(uid != user && error.to_string().ends_with("is not the daemon"));
+                }
+            }
+        }
     }
 }

@@ -96,18 +96,7 @@ impl Place {
     pub(super) fn enter(&self, directory: &Path, is_managed: bool) -> Result<()> {
         setsid().context("cannot begin a session")?;
         umask(Mode::from_raw_mode(self.status.umask));
-        for cgroup in &self.cgroups {
-            match join(cgroup) {
-                Err(error) if is_managed => {
-                    return Err(error.context(
-                        "the new process would not belong to the service of the daemon; run this \
-                         command as root",
-                    ));
-                }
-                Err(error) => eprintln!("ringhaul: warning: {error:#}"),
-                Ok(()) => {}
-            }
-        }
+        join_all(&self.cgroups, is_managed)?;
         let oom = proc_path(getpid(), OOM);
         if read(&oom)? != self.oom {
             fs::write(&oom, &self.oom).with_context(|| as_root("write to", &oom))?;
@@ -230,6 +219,24 @@ fn root(process: Pid, moves: bool) -> Result<Option<OwnedFd>> {
     }
 }
 
+/// Moves this process into control groups. Only a service manager needs that; elsewhere a failure
+/// is a warning.
+fn join_all(cgroups: &[Result<PathBuf>], is_managed: bool) -> Result<()> {
+    for cgroup in cgroups {
+        match join(cgroup) {
+            Err(error) if is_managed => {
+                return Err(error.context(
+                    "the new process would not belong to the service of the daemon; run this \
+                     command as root",
+                ));
+            }
+            Err(error) => eprintln!("ringhaul: warning: {error:#}"),
+            Ok(()) => {}
+        }
+    }
+    Ok(())
+}
+
 /// Moves this process into a control group.
 fn join(cgroup: &Result<PathBuf>) -> Result<()> {
     let path = cgroup.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
@@ -318,6 +325,20 @@ mod tests {
         assert_eq!(groups[""], "/c");
         assert!(cgroups(daemon, daemon).unwrap().is_empty());
         assert_eq!(cgroups(daemon, "3:memory:/a\n2:name=systemd:/x\n0::/c\n").unwrap().len(), 1);
+    }
+
+    /// A service manager would not know the new process, and would kill it or start another one.
+    #[test]
+    fn a_control_group_is_vital_where_a_service_manager_identifies_the_daemon_by_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("cgroup.procs");
+        let absent = || vec![Ok(file.clone()), Err(anyhow::anyhow!("it is not mounted"))];
+        let error = join_all(&absent(), true).unwrap_err().to_string();
+        assert!(error.contains("would not belong to the service"), "{error}");
+        join_all(&absent(), false).unwrap();
+        fs::write(&file, "").unwrap();
+        join_all(&absent()[..1], true).unwrap();
+        assert_eq!(fs::read_to_string(file).unwrap(), "0");
     }
 
     #[test]

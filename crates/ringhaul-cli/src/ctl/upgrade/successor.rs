@@ -172,6 +172,8 @@ fn changes_loading(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use rustix::process::{PidfdFlags, WaitOptions, kill_process, pidfd_open, waitpid};
+
     use super::*;
 
     #[test]
@@ -182,5 +184,39 @@ mod tests {
         for name in ["PATH", "NOTIFY_SOCKET", "RUST_LOG", "OLD_NAME"] {
             assert!(!changes_loading(name), "{name}");
         }
+    }
+
+    fn sleeper() -> (Successor, Pid) {
+        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = Pid::from_child(&child);
+        (Successor(Some(child)), process)
+    }
+
+    #[test]
+    fn a_process_is_killed_unless_it_has_taken_over() {
+        let runs = |process: Pid| Path::new(&format!("/proc/{}", process.as_raw_pid())).exists();
+        let (mut successor, process) = sleeper();
+        assert!(successor.try_wait().unwrap().is_none());
+        drop(successor);
+        assert!(!runs(process), "it stays");
+        let (mut successor, process) = sleeper();
+        successor.leave();
+        drop(successor);
+        assert!(runs(process), "it was killed");
+        kill_process(process, rustix::process::Signal::KILL).unwrap();
+        waitpid(Some(process), WaitOptions::empty()).unwrap();
+    }
+
+    /// Another process may have got the id of a daemon that has ended.
+    #[test]
+    fn the_place_of_a_daemon_that_has_ended_is_not_taken() {
+        let (mut successor, process) = sleeper();
+        let daemon = pidfd_open(process, PidfdFlags::empty()).unwrap();
+        check_runs(&daemon).unwrap();
+        if let Some(child) = &mut successor.0 {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert_eq!(check_runs(&daemon).unwrap_err().to_string(), "the daemon has ended");
     }
 }
