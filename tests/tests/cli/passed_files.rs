@@ -107,6 +107,15 @@ fn chain_of(folders: &TestFolders, user: u32) -> Result<PathBuf> {
     Ok(top)
 }
 
+/// Makes an image name another backing file, while a daemon or its last operations may lock it.
+fn rebase(image: &Path, backing: &Path) -> Result<()> {
+    let mut rebase = Command::new("qemu-img");
+    rebase.args(["rebase", "-u", "-F", "raw", "-b"]).arg(backing).arg("--image-opts");
+    let unlocked = "driver=qcow2,file.driver=file,file.locking=off,file.filename=";
+    rebase.arg(format!("{unlocked}{}", image.display()));
+    run(&mut rebase)?.expect_code(0).map(drop)
+}
+
 /// The exports that are served, by name.
 fn names(folders: &TestFolders) -> Result<Vec<String>> {
     let listed = Client::new(&folders.socket("control"))?.call("export.list", &json!({}))?;
@@ -216,12 +225,7 @@ fn a_restart_opens_the_file_that_a_member_has_named_and_no_other() -> Result<()>
         symlink(&secret, folders.path(name))?;
     }
     // An image that now names a file of root.
-    let mut rebase = Command::new("qemu-img");
-    rebase.args(["rebase", "-u", "-F", "raw", "-b"]).arg(&secret).arg("--image-opts");
-    // Operations of the killed daemon may hold the lock for a moment.
-    let unlocked = "driver=qcow2,file.driver=file,file.locking=off,file.filename=";
-    rebase.arg(format!("{unlocked}{}", top.display()));
-    run(&mut rebase)?.expect_code(0)?;
+    rebase(&top, &secret)?;
     let [unit, link] = ["unit", "link"].map(|name| folders.path(name).display().to_string());
     let words = [
         &format!("vm: unit 0:1 cannot be restored: {unit} is another file than"),
@@ -233,6 +237,32 @@ fn a_restart_opens_the_file_that_a_member_has_named_and_no_other() -> Result<()>
         std::thread::yield_now();
     }
     check_io(&folders, "kept")?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// The owner of an image writes to it while it is served. A process that takes over reads its
+/// header again, with the rights of root.
+#[test]
+fn a_takeover_opens_no_file_that_a_member_has_not_named() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = folders()?;
+    let mut daemon = serve(&folders, 0)?;
+    let secret = disk_of(&folders, "secret.img", 0)?;
+    let top = chain_of(&folders, MEMBER)?;
+    let chain = format!("qcow2,backing=anywhere,path={}", top.display());
+    run(&mut add(&folders, MEMBER, "chain", &chain)?)?.expect_code(0)?;
+    rebase(&top, &secret)?;
+    let mut successor = ringhaul_as(0)?;
+    let refused = run(successor.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let says = &refused.stderr;
+    ensure!(!refused.status.success(), "{refused:?}");
+    let words = [&*secret.display().to_string(), "it is not among the files that came with"];
+    ensure!(words.iter().all(|words| says.contains(words)), "{says}");
+    check_io(&folders, "chain")?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0).map(drop)
 }

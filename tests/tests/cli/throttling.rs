@@ -195,14 +195,21 @@ fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
     let export = format!("socket-path={vm},name=vm,device=scsi,lun=0,null=1M");
     let words = [&words[..], &["--export", &export]].concat();
     let (daemon, mut client) = serve(&folders, &words)?;
-    let disk = format!("read-only=on,lock=off,iops-total=5,blk-file={}", fuse.file().display());
-    let export = format!("socket-path={late},group=gold,{disk}");
-    let unit = format!("1,{disk}");
-    let comes: [&[&str]; 2] = [&["add", "--export", &export], &["add-lun", "vm", &unit]];
-    for (come, rate) in comes.into_iter().zip([9, 11]) {
+    // `ctl add` would open the file itself.
+    let disk = json!({ "file": fuse.file() });
+    let mut settings = json!({ "read-only": true, "no-lock": true,
+        "limits": { "iops-total": 5 } });
+    let unit = json!({ "lun": 1, "disk": disk, "settings": settings });
+    settings["limits"]["group"] = json!("gold");
+    settings["endpoint"] = json!({ "path": late });
+    settings["device"] = json!({ "blk": disk });
+    let unit = json!({ "export": "vm", "unit": unit });
+    let comes = [("export.add", settings), ("lun.add", unit)];
+    for ((method, params), rate) in comes.into_iter().zip([9, 11]) {
         fuse.withhold(daemon.pid(), &[opcode::OPEN]);
         let mut command = ringhaul()?;
-        command.arg("ctl").arg("--control").arg(folders.socket("control")).args(come);
+        command.arg("ctl").arg("--control").arg(folders.socket("control"));
+        command.args(["call", method]).arg(params.to_string());
         let coming = Running::start(&mut command)?;
         let waits = fuse.wait_for(opcode::OPEN);
         let set = ctl(&folders, &["set-disk", "vm", "0", &format!("iops-total={rate}")]);
@@ -210,7 +217,7 @@ fn limits_that_were_changed_while_a_disk_was_opened_stay() -> Result<()> {
         waits.and(set)?;
         coming.finish()?.expect_code(0)?;
         let limits = shown(&mut client, "vm")?["disks"][0]["limits"].clone();
-        ensure!(limits == json!({ "group": "gold", "iops-total": rate }), "{come:?}: {limits}");
+        ensure!(limits == json!({ "group": "gold", "iops-total": rate }), "{method}: {limits}");
     }
     Ok(())
 }
