@@ -86,7 +86,8 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     let mut command = ringhaul_under(&unshare)?;
     command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
     command.arg(folders.socket("vm.sock"));
-    command.arg("--control").arg(&control).env("PLACE", "of the daemon");
+    command.arg("--control").arg(&control).env("RINGHAUL_PLACE", "of the daemon");
+    command.env("GCONV_PATH", "/nowhere");
     let daemon = Running::serve(&mut command)?;
     let _end = End(&control);
     let old = process(&control)?;
@@ -106,7 +107,8 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     }
     let environment = fs::read(format!("/proc/{new}/environ"))?;
     let environment = String::from_utf8_lossy(&environment);
-    ensure!(environment.contains("PLACE=of the daemon"), "{environment}");
+    ensure!(environment.contains("RINGHAUL_PLACE=of the daemon"), "{environment}");
+    ensure!(!environment.contains("GCONV_PATH"), "{environment}");
     ensure!(!environment.contains("CALLER"), "{environment}");
     let session = rustix::process::getsid(rustix::process::Pid::from_raw(new.try_into()?))?;
     ensure!(session.as_raw_pid() == i32::try_from(new)?, "the session is that of ctl");

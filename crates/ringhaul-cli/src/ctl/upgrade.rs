@@ -87,11 +87,11 @@ pub(super) fn program(binary: &Path) -> Result<PathBuf> {
 /// Returns the id of the new process, or the refusal.
 fn attempt(binary: &Path, control: &Path) -> Result<Result<Value, Refusal>> {
     let mut link = Link::new(control)?;
-    let start: SuccessorStart = match link.call("upgrade.begin", &json!({}))? {
+    let start: SuccessorStart = match link.call("upgrade.begin", &json!({}), Duration::ZERO)? {
         Ok(start) => serde_json::from_value(start).context("cannot understand the daemon")?,
         // A daemon of an earlier version starts the program itself.
         Err(Refusal { code: NO_METHOD, .. }) => {
-            return link.call("upgrade", &json!({ "binary": binary }));
+            return link.call("upgrade", &json!({ "binary": binary }), START_MAX);
         }
         Err(refusal) => return Ok(Err(refusal)),
     };
@@ -124,7 +124,7 @@ fn wait(
             limit = Duration::ZERO;
         }
         let params = json!({ "process": process, "deadline-ms": limit.as_millis() });
-        let progress = match link.call("upgrade.wait", &params) {
+        let progress = match link.call("upgrade.wait", &params, limit) {
             Ok(Ok(progress)) => serde_json::from_value::<SuccessorProgress>(progress)?,
             Ok(Err(refusal)) => {
                 successor.end();
@@ -176,7 +176,10 @@ fn ended_early(binary: &Path, status: ExitStatus) -> String {
 
 /// Returns true if this process serves the control socket.
 fn serves(control: &Path, process: u32) -> bool {
-    let shown = Connection::new(control).and_then(|mut daemon| daemon.call("process", &json!({})));
+    let shown = Connection::new(control).and_then(|mut daemon| {
+        daemon.set_limit(REASON_MAX)?;
+        daemon.call("process", &json!({}))
+    });
     shown.is_ok_and(|shown| shown.is_ok_and(|shown| shown["process"] == process))
 }
 

@@ -22,6 +22,9 @@ pub(crate) const VARIABLES: [&str; 3] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDN
 /// The first descriptor that a service manager passes.
 const FIRST: i32 = 3;
 
+/// The length of the queue of a passed socket, which the kernel may shorten.
+const BACKLOG: i32 = 4096;
+
 /// The name of the control socket.
 const CONTROL: &str = "control";
 
@@ -244,6 +247,8 @@ impl NamedSocket {
             && sockopt::socket_type(&socket).with_context(what)? == SocketType::STREAM
             && sockopt::socket_acceptconn(&socket).with_context(what)?;
         ensure!(is_listener, "{}", what());
+        // Clients learn this user from the kernel (SO_PEERCRED), not that of the service manager.
+        rustix::net::listen(&socket, BACKLOG).with_context(what)?;
         let listener = UnixListener::from(socket);
         let address = listener.local_addr().with_context(what)?;
         let path = address.as_pathname().with_context(what)?.to_owned();

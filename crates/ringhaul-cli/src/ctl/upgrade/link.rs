@@ -4,16 +4,19 @@ use std::io::{IoSliceMut, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg};
 use ringhaul::takeover::wire::Receiver;
-use rustix::net::sockopt::set_socket_passcred;
+use rustix::net::sockopt::{set_socket_passcred, socket_peercred};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::{Value, json};
 
 use super::super::connection::{Refusal, connect, outcome};
-use super::status::Status;
+
+/// The time that a daemon may take for an answer, beyond the time that the request gives it.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
 
 /// A connection.
 pub(super) struct Link {
@@ -26,33 +29,45 @@ pub(super) struct DaemonProcess {
     pub(super) id: Pid,
     /// Refers to the process even if another one gets its id.
     pub(super) fd: OwnedFd,
+    /// The user and the group that the kernel reports.
+    pub(super) user: u32,
+    pub(super) group: u32,
 }
 
 impl Link {
     pub(super) fn new(path: &Path) -> Result<Self> {
-        Ok(Self { path: path.to_owned(), receiver: Receiver::new(connect(path)?) })
+        let link = Self { path: path.to_owned(), receiver: Receiver::new(connect(path)?) };
+        link.set_limit(ANSWER_MAX)?;
+        Ok(link)
     }
 
-    /// Calls a method, and waits for the answer.
-    pub(super) fn call(&mut self, method: &str, params: &Value) -> Result<Result<Value, Refusal>> {
+    /// Calls a method, and waits for the answer. The daemon may take `deadline` for the work.
+    pub(super) fn call(
+        &mut self,
+        method: &str,
+        params: &Value,
+        deadline: Duration,
+    ) -> Result<Result<Value, Refusal>> {
+        self.set_limit(deadline + ANSWER_MAX)?;
         self.send(method, params)?;
-        let line = self.receiver.line().with_context(|| self.asking())?;
+        let line = self.receiver.line().map_err(|error| self.unanswered(error.into()))?;
+        self.set_limit(ANSWER_MAX)?;
         outcome(self.parse(line.as_deref().unwrap_or_default())?)
     }
 
     /// The descriptors that follow an answer.
     pub(super) fn descriptors(&mut self, count: usize) -> Result<Vec<OwnedFd>> {
-        self.receiver.fds(count).with_context(|| self.asking())
+        self.receiver.fds(count).map_err(|error| self.unanswered(error.into()))
     }
 
     /// Returns the process at the other end. The kernel vouches for its id: a process that sends
-    /// another one would make root take its rights, and listening sockets may come from a service
-    /// manager.
+    /// another one would make root take its rights. The user and group of the process must be those
+    /// of the listening socket: a program that the daemon starts may answer with more rights.
     pub(super) fn daemon(&mut self) -> Result<DaemonProcess> {
         set_socket_passcred(self.receiver.stream(), true)?;
         self.send("ping", &json!({}))?;
         let (answer, sender) =
-            receive_line(self.receiver.stream()).with_context(|| self.asking())?;
+            receive_line(self.receiver.stream()).map_err(|error| self.unanswered(error))?;
         set_socket_passcred(self.receiver.stream(), false)?;
         self.parse(&answer)?;
         let Some(id) = Pid::from_raw(sender.pid()) else {
@@ -61,11 +76,18 @@ impl Link {
                 self.path.display()
             );
         };
+        let (user, group) = (sender.uid(), sender.gid());
+        let owner = socket_peercred(self.receiver.stream())?;
+        let owner = (owner.uid.as_raw(), owner.gid.as_raw());
+        check_owner(owner, (user, group)).with_context(|| self.path.display().to_string())?;
         let fd = pidfd_open(id, PidfdFlags::empty()).context("cannot refer to the daemon")?;
-        let daemon = DaemonProcess { id, fd };
-        let [user, ..] = Status::read(id)?.users;
-        ensure!(user == sender.uid(), "process {} is not the daemon", sender.pid());
-        Ok(daemon)
+        Ok(DaemonProcess { id, fd, user, group })
+    }
+
+    fn set_limit(&self, limit: Duration) -> std::io::Result<()> {
+        let stream = self.receiver.stream();
+        stream.set_read_timeout(Some(limit))?;
+        stream.set_write_timeout(Some(limit))
     }
 
     fn send(&mut self, method: &str, params: &Value) -> Result<()> {
@@ -82,9 +104,32 @@ impl Link {
         serde_json::from_slice(line).with_context(|| format!("the answer of {path} is not JSON"))
     }
 
-    fn asking(&self) -> String {
-        format!("cannot send a request to the daemon at {}", self.path.display())
+    /// The error of a request without an answer.
+    fn unanswered(&self, error: Error) -> Error {
+        let path = self.path.display();
+        let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        if kind == Some(std::io::ErrorKind::WouldBlock) {
+            return error.context(format!(
+                "the daemon at {path} has not answered in time; see its log, and restart it if it \
+                 hangs"
+            ));
+        }
+        error.context(format!("cannot send a request to the daemon at {path}"))
     }
+}
+
+/// Checks that an answer comes from the user and the group that listen at the socket.
+fn check_owner(owner: (u32, u32), sender: (u32, u32)) -> Result<()> {
+    ensure!(
+        owner == sender,
+        "user {}, group {} listens at the control socket, but a process of user {}, group {} \
+         answers; restart the daemon to replace it",
+        owner.0,
+        owner.1,
+        sender.0,
+        sender.1
+    );
+    Ok(())
 }
 
 /// Reads a line whose sender the kernel reports.
@@ -99,7 +144,8 @@ fn receive_line(stream: &UnixStream) -> Result<(Vec<u8>, UnixCredentials)> {
             &mut slices,
             Some(&mut space),
             MsgFlags::MSG_CMSG_CLOEXEC,
-        )?;
+        )
+        .map_err(std::io::Error::from)?;
         ensure!(message.bytes > 0, "the daemon has closed the connection");
         for part in message.cmsgs()? {
             if let ControlMessageOwned::ScmCredentials(credentials) = part {
@@ -134,16 +180,16 @@ mod tests {
         assert!(receive_line(&ours).is_err());
     }
 
-    /// A process of another user may have got the id of a daemon that has ended.
+    /// A program that the daemon has started may have answered with other rights.
     #[test]
-    fn the_daemon_is_a_process_of_the_sender() {
-        let user = rustix::process::geteuid().as_raw();
+    fn the_daemon_is_a_process_of_the_owner_of_the_socket() {
+        let (user, group) = (rustix::process::geteuid().as_raw(), getegid().as_raw());
+        let senders = [(user, group), (user + 1, group), (user, group + 1)];
         // Only root may name another sender.
-        for uid in [Some(user), Some(user + 1).filter(|_| user == 0)].into_iter().flatten() {
+        for (uid, gid) in senders.into_iter().take(if user == 0 { 3 } else { 1 }) {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let process = getpid();
-            let sender =
-                nix::libc::ucred { pid: process.as_raw_pid(), uid, gid: getegid().as_raw() };
+            let sender = nix::libc::ucred { pid: process.as_raw_pid(), uid, gid };
             let sender = UnixCredentials::from(sender);
             let text = [IoSlice::new(b"{\"result\":{}}\n")];
             let parts = [ControlMessage::ScmCredentials(&sender)];
@@ -151,11 +197,28 @@ mod tests {
             sendmsg::<()>(theirs.as_raw_fd(), &text, &parts, MsgFlags::empty(), None).unwrap();
             let mut link = Link { path: "/control".into(), receiver: Receiver::new(ours) };
             match link.daemon() {
-                Ok(daemon) => assert_eq!((uid, daemon.id), (user, process)),
+                Ok(daemon) => {
+                    assert_eq!((uid, gid, daemon.id), (user, group, process));
+                    assert_eq!((daemon.user, daemon.group), (user, group));
+                }
                 Err(error) => {
-                    assert!(uid != user && error.to_string().ends_with("is not the daemon"));
+                    assert!((uid, gid) != (user, group), "{error:#}");
+                    assert!(format!("{error:#}").contains("restart the daemon"), "{error:#}");
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_daemon_that_hangs_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let mut link = Link::new(&path).unwrap();
+        link.set_limit(Duration::from_millis(1)).unwrap();
+        let error = link.daemon().err().unwrap();
+        assert!(format!("{error:#}").contains("has not answered in time"), "{error:#}");
+        let error = link.descriptors(1).unwrap_err();
+        assert!(format!("{error:#}").contains("has not answered in time"), "{error:#}");
     }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{
-    Gid, Pid, Resource, Rlimit, Uid, chdir, chroot, fchdir, getpid, getpriority_process, getrlimit,
+    Gid, Pid, Resource, Rlimit, Uid, chroot, fchdir, getpid, getpriority_process, getrlimit,
     setpriority_process, setrlimit, setsid, umask,
 };
 use rustix::thread::{
@@ -87,13 +87,30 @@ impl Place {
         })
     }
 
-    /// Moves this process to the place, except for its rights, and works in `directory`.
+    /// Checks that the process has the rights of this user and group alone. One that runs a set-uid
+    /// program would have others.
+    ///
+    /// # Errors
+    ///
+    /// When a real, effective or saved id differs.
+    pub(super) fn check_owner(&self, user: u32, group: u32) -> Result<()> {
+        let Status { users, groups, .. } = &self.status;
+        ensure!(
+            *users == [user; 3] && *groups == [group; 3],
+            "process {} has not the rights of the daemon alone: user {user}, group {group} has \
+             answered, and it runs with users {users:?}, groups {groups:?}",
+            self.id.as_raw_pid()
+        );
+        Ok(())
+    }
+
+    /// Moves this process to the place, except for its rights and its working directory.
     /// `is_managed`: a service manager identifies the daemon by its control group.
     ///
     /// # Errors
     ///
     /// When this process lacks the right to one of the steps.
-    pub(super) fn enter(&self, directory: &Path, is_managed: bool) -> Result<()> {
+    pub(super) fn enter(&self, is_managed: bool) -> Result<()> {
         setsid().context("cannot begin a session")?;
         umask(Mode::from_raw_mode(self.status.umask));
         join_all(&self.cgroups, is_managed)?;
@@ -115,7 +132,7 @@ impl Place {
         if let Some(root) = &self.root {
             fchdir(root).and_then(|()| chroot(".")).context("cannot enter the daemon's root")?;
         }
-        chdir(directory).with_context(|| format!("cannot work in {}", directory.display()))
+        Ok(())
     }
 
     fn adopt_scheduling(&self) -> Result<()> {
@@ -347,6 +364,24 @@ mod tests {
         assert!(place.namespaces.is_empty() && place.root.is_none() && place.cgroups.is_empty());
         // Nothing differs, so nothing needs a right.
         place.adopt_rights().unwrap();
+    }
+
+    #[test]
+    fn a_process_has_the_rights_of_one_user_and_group() {
+        let mut place = Place::of(getpid()).unwrap();
+        (place.status.users, place.status.groups) = ([7; 3], [8; 3]);
+        place.check_owner(7, 8).unwrap();
+        for (user, group) in [(0, 8), (7, 0)] {
+            assert!(place.check_owner(user, group).is_err(), "{user} {group}");
+        }
+        for index in 0..3 {
+            let mut one = [7; 3];
+            one[index] = 0;
+            (place.status.users, place.status.groups) = (one, [8; 3]);
+            assert!(place.check_owner(7, 8).is_err(), "user {index}");
+            (place.status.users, place.status.groups) = ([7; 3], one.map(|id| id + 1));
+            assert!(place.check_owner(7, 8).is_err(), "group {index}");
+        }
     }
 
     #[test]

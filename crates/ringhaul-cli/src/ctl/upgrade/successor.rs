@@ -15,7 +15,7 @@ use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul::spec::successor::SuccessorStart;
 use ringhaul::takeover::wire::{Receiver, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::Pid;
+use rustix::process::{Pid, chdir};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,24 @@ pub(super) const STREAMS: usize = 2;
 /// The variable of a service manager that identifies the daemon by its control group.
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
+/// The variables of the daemon that the new program keeps.
+const VARIABLES: [&str; 14] = [
+    "PATH",
+    "HOME",
+    "LANG",
+    "TZ",
+    "RUST_LOG",
+    "RUST_BACKTRACE",
+    "NO_COLOR",
+    NOTIFY_SOCKET,
+    "WATCHDOG_USEC",
+    "JOURNAL_STREAM",
+    "INVOCATION_ID",
+    "STATE_DIRECTORY",
+    "RUNTIME_DIRECTORY",
+    "FDSTORE",
+];
+
 /// The time that a process with a refusal has to end by itself.
 const END_MAX: Duration = Duration::from_secs(5);
 
@@ -38,6 +56,9 @@ const END_MAX: Duration = Duration::from_secs(5);
 #[derive(Serialize, Deserialize)]
 struct Instructions {
     daemon: i32,
+    /// The user and the group that the kernel reported for the daemon.
+    user: u32,
+    group: u32,
     program: PathBuf,
     start: SuccessorStart,
 }
@@ -66,9 +87,9 @@ impl Successor {
         // This process must not keep the other end open.
         drop(command);
         let successor = Self(Some(child));
-        let DaemonProcess { id, fd } = daemon;
+        let DaemonProcess { id, fd, user, group } = daemon;
         let (daemon, program) = (id.as_raw_pid(), program.to_owned());
-        let mut line = serde_json::to_vec(&Instructions { daemon, program, start })?;
+        let mut line = serde_json::to_vec(&Instructions { daemon, user, group, program, start })?;
         line.push(b'\n');
         let sent = ours.write_all(&line);
         let sent = sent.and_then(|()| send_fds(&ours, [&fd].into_iter().chain(streams)));
@@ -127,7 +148,7 @@ pub(crate) fn become_successor() -> ExitCode {
 fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     let mut receiver = Receiver::new(socket.try_clone()?);
     let line = receiver.line()?.context("no instructions have come")?;
-    let Instructions { daemon, program, start } = serde_json::from_slice(&line)?;
+    let Instructions { daemon, user, group, program, start } = serde_json::from_slice(&line)?;
     let fds: [OwnedFd; 1 + STREAMS] = receiver
         .fds(1 + STREAMS)?
         .try_into()
@@ -135,9 +156,16 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     let [process, output, errors] = fds;
     let null = File::open("/dev/null").context("cannot open /dev/null")?;
     let place = Place::of(Pid::from_raw(daemon).context("the daemon has no id")?)?;
+    place.check_owner(user, group)?;
+    // After the last look into /proc: the id belonged to this process until then.
     check_runs(&process)?;
-    place.enter(&start.directory, start.environment.contains_key(NOTIFY_SOCKET))?;
+    check_log_options(&start.log_options)?;
+    place.enter(start.environment.contains_key(NOTIFY_SOCKET))?;
     place.adopt_rights()?;
+    chdir(&start.directory).with_context(|| {
+        let folder = start.directory.display();
+        format!("cannot work in {folder}, the daemon's working directory, with its rights")
+    })?;
     dup2_stdin(null)?;
     dup2_stdout(output)?;
     dup2_stderr(errors)?;
@@ -159,15 +187,27 @@ fn execute(program: &Path, start: &SuccessorStart) -> Error {
     let environment: &BTreeMap<String, String> = environment;
     let mut command = Command::new(program);
     command.args(log_options).args(["serve", "--takeover"]).arg(control);
-    let environment = environment.iter().filter(|(name, _)| !changes_loading(name));
+    let environment = environment.iter().filter(|(name, _)| is_kept(name));
     let error = command.env_clear().envs(environment).exec();
     Error::new(error).context(format!("cannot start {}", program.display()))
 }
 
-/// Returns true for a variable that makes the loader of programs load other libraries. Code inside
-/// the sandbox of the old process could set one, and would leave the sandbox by it.
-fn changes_loading(name: &str) -> bool {
-    name.starts_with("LD_") || ["GLIBC_TUNABLES", "GCONV_PATH"].contains(&name)
+/// Checks that the options are those on the log: a daemon chooses no others for the new program.
+fn check_log_options(options: &[String]) -> Result<()> {
+    let is_known =
+        |option: &&String| option.starts_with("--log=") || option.starts_with("--log-format=");
+    match options.iter().find(|option| !is_known(option)) {
+        None => Ok(()),
+        Some(other) => bail!("the daemon passes the option {other:?}, which is not about the log"),
+    }
+}
+
+/// Returns true for a variable that this program or a library of it reads. Code inside the sandbox
+/// of the old process could set others, such as those of the loader, and would leave the sandbox by
+/// them.
+fn is_kept(name: &str) -> bool {
+    const PREFIXES: [&str; 3] = ["LC_", "RINGHAUL_", "CEPH_"];
+    PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || VARIABLES.contains(&name)
 }
 
 #[cfg(test)]
@@ -178,11 +218,25 @@ mod tests {
 
     #[test]
     fn the_old_process_chooses_no_libraries() {
-        for name in ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "GLIBC_TUNABLES", "GCONV_PATH"] {
-            assert!(changes_loading(name), "{name}");
+        for name in ["LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "GCONV_PATH", "OLD_NAME"] {
+            assert!(!is_kept(name), "{name}");
         }
-        for name in ["PATH", "NOTIFY_SOCKET", "RUST_LOG", "OLD_NAME"] {
-            assert!(!changes_loading(name), "{name}");
+        for name in ["PATH", "NOTIFY_SOCKET", "RUST_LOG", "LC_ALL", "CEPH_CONF", "RINGHAUL_X"] {
+            assert!(is_kept(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_old_process_chooses_options_on_the_log_alone() {
+        let check = |options: &[&str]| {
+            let options: Vec<String> = options.iter().map(ToString::to_string).collect();
+            check_log_options(&options)
+        };
+        check(&[]).unwrap();
+        check(&["--log=debug", "--log-format=json"]).unwrap();
+        for other in ["--log", "debug", "--logs=x", "serve", "-c"] {
+            let error = check(&["--log=debug", other]).unwrap_err().to_string();
+            assert!(error.contains(other), "{error}");
         }
     }
 
