@@ -25,6 +25,58 @@ struct AllOptions {
     log_format: Option<LogFormat>,
 }
 
+/// The options of an upgrade that later starts take from a state file. Code inside the sandbox can
+/// replace that file: none of them gives a right, names a file or opens a socket.
+const KEPT: [&str; 13] = [
+    "engine",
+    "iopoll",
+    "iothreads",
+    "keep-connections",
+    "log",
+    "log-format",
+    "max-guest-memory",
+    "max-mapped-memory",
+    "poll-budget",
+    "poll-max-us",
+    "slice-us",
+    "slow-request",
+    "sqpoll",
+];
+
+/// Divides the words of an upgrade into those that a later start uses and, as `--name=value`, the
+/// options that only a command line may have. The options of `command_line` are in neither part.
+pub(crate) fn split_upgrade(
+    words: &[String],
+    command_line: &[String],
+) -> (Vec<String>, Vec<String>) {
+    let (kept, dropped): (Vec<_>, Vec<_>) =
+        each_option(words).into_iter().partition(|(name, _)| KEPT.contains(&&**name));
+    let known: Vec<String> =
+        each_option(command_line).into_iter().map(|(_, words)| words.join("=")).collect();
+    let dropped = dropped.into_iter().map(|(_, words)| words.join("="));
+    let dropped = dropped.filter(|option| !known.contains(option)).collect();
+    (kept.into_iter().flat_map(|(_, words)| words).collect(), dropped)
+}
+
+/// The options among these words: each one's name and its words. The name of a word that is no
+/// option is empty.
+fn each_option(words: &[String]) -> Vec<(String, Vec<String>)> {
+    let command = AllOptions::command();
+    let mut words = words.iter().peekable();
+    let mut all = Vec::new();
+    while let Some(word) = words.next() {
+        let option = word.strip_prefix("--").unwrap_or_default();
+        let name = option.split_once('=').map_or(option, |(name, _)| name);
+        let mut whole = vec![word.clone()];
+        let argument = command.get_arguments().find(|argument| argument.get_long() == Some(name));
+        if name == option && argument.is_some_and(|argument| argument.get_action().takes_values()) {
+            whole.extend(words.next_if(|next| !next.starts_with('-')).cloned());
+        }
+        all.push((name.to_owned(), whole));
+    }
+    all
+}
+
 /// The options with which a process continues.
 pub(crate) struct ParsedOptions {
     pub(crate) args: ServeArgs,
@@ -157,6 +209,33 @@ mod tests {
         }
         let error = format!("{:#}", process_options("old serve --nonsense").parse().err().unwrap());
         assert!(error.contains("--nonsense"), "{error}");
+    }
+
+    /// Code inside the sandbox may have written them.
+    #[test]
+    fn no_option_of_a_state_file_gives_a_right() {
+        let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let own = words("--control /c --allow-disk-dir=/srv");
+        let bad = "--sandbox=off --sandbox off --allow-disk-dir=/ --allow-socket-dir / \
+                   --allow-network --control=/d --control-group x --control-read-group=x \
+                   --config /c.toml --metrics=[::]:80 --state=/s --memory-files any --fd 3 \
+                   --export name=x --takeover ctl -x -- stray --control=/c";
+        let mixed = format!("--iothreads 4 {bad} --engine=aio --sqpoll --allow-disk-dir /srv");
+        let (kept, dropped) = split_upgrade(&words(&mixed), &own);
+        assert_eq!(kept, words("--iothreads 4 --engine=aio --sqpoll"));
+        // The command line has the last one.
+        let expected = "--sandbox=off --sandbox=off --allow-disk-dir=/ --allow-socket-dir=/ \
+                        --allow-network --control=/d --control-group=x --control-read-group=x \
+                        --config=/c.toml --metrics=[::]:80 --state=/s --memory-files=any --fd=3 \
+                        --export=name=x --takeover=ctl -x -- stray";
+        assert_eq!(dropped, words(expected));
+        // An option is no value of the one before it.
+        let (kept, dropped) = split_upgrade(&words("--log --sandbox=off"), &[]);
+        assert_eq!((kept, dropped), (words("--log"), words("--sandbox=off")));
+        let command = AllOptions::command();
+        for name in KEPT {
+            assert!(command.get_arguments().any(|known| known.get_long() == Some(name)), "{name}");
+        }
     }
 
     #[test]

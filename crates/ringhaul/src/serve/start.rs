@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 
 use crate::daemon::Daemon;
-use crate::daemon::arguments::ParsedOptions;
+use crate::daemon::arguments::{ParsedOptions, split_upgrade};
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::saved_state::changes::{Changes, Merged};
 use crate::daemon::saved_state::file::{Locked, StateFile};
@@ -68,7 +68,8 @@ impl Start {
         all
     }
 
-    /// Adopts the options of upgrades, if the process was started like the first one.
+    /// Adopts the options of upgrades, if the process was started like the first one. Options that
+    /// could give it more rights are dropped.
     fn adopt_upgrades(&mut self, changes: &mut Changes) -> Result<()> {
         let Changes { started, upgraded, .. } = changes;
         let is_same = *started == self.options.arguments;
@@ -84,7 +85,19 @@ impl Start {
             upgraded.clear();
             return Ok(());
         }
-        tracing::info!("using the options of an earlier upgrade: {shown}");
+        let (kept, dropped) = split_upgrade(upgraded, &self.options.arguments);
+        *upgraded = kept;
+        if !dropped.is_empty() {
+            tracing::warn!(
+                "dropped options of an upgrade, which only the command line may have: {}; if they \
+                 are wanted, add them there",
+                dropped.join(" ")
+            );
+        }
+        if upgraded.is_empty() {
+            return Ok(());
+        }
+        tracing::info!("using the options of an earlier upgrade: {}", upgraded.join(" "));
         self.options.arguments.extend(upgraded.iter().cloned());
         let ParsedOptions { args, log, log_format, config } = self.options.parse()?;
         log::adopt(log.as_deref(), log_format)?;
@@ -197,6 +210,7 @@ mod tests {
     use clap::{Args, FromArgMatches};
 
     use super::*;
+    use crate::sandbox::SandboxMode;
     use crate::spec::settings::SettingsChange;
 
     fn options(arguments: &[&str]) -> ProcessOptions {
@@ -221,6 +235,27 @@ mod tests {
         start.adopt_upgrades(&mut changes).unwrap();
         assert_eq!((changes.started, changes.upgraded), (own.map(str::to_owned).to_vec(), vec![]));
         assert_eq!(start.options.arguments, own);
+    }
+
+    /// Code inside the sandbox may have replaced the file.
+    #[test]
+    fn an_upgrade_in_a_state_file_leaves_the_sandbox_on() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let own = ["--poll-budget=9"];
+        let base = Vec::new();
+        let mut start = Start { args, config: None, options: options(&own), base, state: None };
+        let upgraded = ["--sandbox=off", "--allow-disk-dir=/", "--poll-max-us=5"];
+        let mut changes = Changes {
+            started: own.map(str::to_owned).to_vec(),
+            upgraded: upgraded.map(str::to_owned).to_vec(),
+            ..Changes::default()
+        };
+        start.adopt_upgrades(&mut changes).unwrap();
+        assert_eq!(changes.upgraded, ["--poll-max-us=5"]);
+        assert_eq!(start.options.arguments, ["--poll-budget=9", "--poll-max-us=5"]);
+        assert_eq!((start.args.sandbox, start.args.poll_max_us), (SandboxMode::On, 5));
+        assert!(start.args.allow_disk_dir.is_empty());
     }
 
     /// The path of the file is no option of an upgrade: each process adds it.
