@@ -231,7 +231,7 @@ fn serve_client(
         }
     };
     let mut client = Client::new(Weak::clone(daemon), access, peer, slot, Arc::clone(&connection));
-    let mut input = Input::default();
+    let mut input = if role == Role::Reader { Input::without_fds() } else { Input::default() };
     loop {
         match connection.receive(&mut input)? {
             Line::Whole(line) if line.trim_ascii().is_empty() => input.close_fds(),

@@ -58,9 +58,16 @@ pub(super) struct Input {
     searched: usize,
     /// Descriptors that came with these bytes.
     fds: Vec<OwnedFd>,
+    /// True if descriptors that come are closed at once.
+    refuses_fds: bool,
 }
 
 impl Input {
+    /// The input of a client that may pass no descriptors.
+    pub(super) fn without_fds() -> Self {
+        Self { refuses_fds: true, ..Self::default() }
+    }
+
     /// Takes the descriptors that came with the last line.
     pub(super) fn take_fds(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.fds)
@@ -104,6 +111,11 @@ impl Connection {
                 let mut line = std::mem::replace(&mut input.bytes, rest);
                 line.truncate(end);
                 input.searched = 0;
+                // No request takes the descriptors of an empty line. Behind it, the ones of a line
+                // that was begun may have come already.
+                if line.trim_ascii().is_empty() && input.bytes.is_empty() {
+                    input.fds.clear();
+                }
                 let fits = line.len() <= self.limits.line_bytes;
                 return Ok(if fits { Line::Whole(line) } else { Line::TooLong });
             }
@@ -127,7 +139,12 @@ impl Connection {
     fn receive_piece(&self, input: &mut Input) -> io::Result<usize> {
         let mut piece = [0; PIECE_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
+        // Without room for them, the kernel closes descriptors.
+        let mut control = if input.refuses_fds {
+            RecvAncillaryBuffer::default()
+        } else {
+            RecvAncillaryBuffer::new(&mut space)
+        };
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let slices = &mut [IoSliceMut::new(&mut piece)];
         let received = match recvmsg(&self.stream, slices, &mut control, flags) {
@@ -142,7 +159,7 @@ impl Connection {
         if input.fds.len() > FDS_MAX {
             return Err(io::Error::other("a request has more descriptors than are allowed"));
         }
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        if received.flags.contains(ReturnFlags::CTRUNC) && !input.refuses_fds {
             let text = "the limit on open files is reached; raise it (ulimit -n)";
             return Err(io::Error::other(text));
         }
@@ -237,6 +254,7 @@ mod tests {
     use std::io::{Read, Write};
 
     use super::*;
+    use crate::control_socket::descriptors::send_line;
 
     /// Makes a connection with limits that only end a hopeless wait, except the ones that `change`
     /// shortens.
@@ -268,6 +286,35 @@ mod tests {
         client.write_all(b"half").unwrap();
         drop(client);
         assert_eq!(connection.receive(&mut input).unwrap(), Line::End);
+    }
+
+    #[test]
+    fn descriptors_wait_for_their_request_alone() {
+        let (connection, client) = pair(|_| {});
+        let (end, passed) = UnixStream::pair().unwrap();
+        end.set_nonblocking(true).unwrap();
+        let send = |line: &[u8]| {
+            let fds = vec![passed.as_fd(); FDS_MAX];
+            assert_eq!(send_line(&client, line, &fds).unwrap(), line.len());
+        };
+        let mut input = Input::default();
+        for line in ["\n", "  \n"] {
+            send(line.as_bytes());
+            connection.receive(&mut input).unwrap();
+            assert_eq!(input.take_fds().len(), 0, "{line:?}");
+        }
+        // The end of the empty line comes with the request.
+        (&client).write_all(b"\n").unwrap();
+        send(b"one\n");
+        assert_eq!(lines(&connection, &mut input, 2), [whole(""), whole("one")]);
+        assert_eq!(input.take_fds().len(), FDS_MAX);
+        let mut input = Input::without_fds();
+        send(b"one\n");
+        assert_eq!(connection.receive(&mut input).unwrap(), whole("one"));
+        assert_eq!(input.take_fds().len(), 0);
+        // Nothing has kept a copy.
+        drop(passed);
+        assert_eq!((&end).read(&mut [0]).unwrap(), 0);
     }
 
     #[test]
