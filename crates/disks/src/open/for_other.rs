@@ -93,10 +93,14 @@ fn add_backing(
         return Ok(());
     }
     let image = ImageFile { source, file: Some(file), allowed, files: None };
-    open_layers(image, |path, within| {
+    open_layers(image, |path, within, by_image| {
         let opened = open(path, &DiskOptions { within: within.cloned(), ..options.clone() })?;
         let named = within.map_or_else(|| path.to_owned(), |folder| folder.join(path));
         let source = as_disk(&named, &opened)?;
+        // The other process looks for the name in the image, which may differ from the listed one.
+        if named != by_image {
+            files.push((by_image.to_owned(), opened.try_clone()?));
+        }
         files.push((named, opened));
         Ok(source)
     })
@@ -112,4 +116,61 @@ fn add_backing(
     _: &mut [(PathBuf, File)],
 ) -> Result<()> {
     Ok(())
+}
+
+#[cfg(all(test, feature = "qcow2"))]
+mod tests {
+    use blockio::disk::open_for_other;
+
+    use super::*;
+
+    /// The header of a small qcow2 image over a raw file.
+    fn image_over(backing: &str) -> Vec<u8> {
+        let mut image = vec![0; 4 << 16];
+        image[..4].copy_from_slice(b"QFI\xfb");
+        image[104..108].copy_from_slice(&0xe279_2aca_u32.to_be_bytes());
+        image[112..115].copy_from_slice(b"raw");
+        for (at, number) in [
+            (4, 3),
+            (12, 512),
+            (16, u32::try_from(backing.len()).unwrap()),
+            (20, 16),
+            (28, 1 << 20),
+            (36, 1),
+            (44, 3 << 16),
+            (52, 1 << 16),
+            (56, 1),
+            (96, 4),
+            (100, 104),
+            (108, 3),
+        ] {
+            image[at..at + 4].copy_from_slice(&u32::to_be_bytes(number));
+        }
+        image[512..512 + backing.len()].copy_from_slice(backing.as_bytes());
+        image
+    }
+
+    /// The process that serves the disk looks for the name in the image.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_listed_backing_file_is_found_by_its_name_in_the_image() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = folder.path().join("images");
+        std::fs::create_dir(&images).unwrap();
+        std::fs::write(images.join("base"), [0; 4096]).unwrap();
+        let top = images.join("top");
+        let named = format!("qcow2,backing=base,path={}", top.display());
+        let disk = DiskSpec::parse(&named).unwrap();
+        let options = DiskOptions { read_only: true, ..DiskOptions::default() };
+        let open = &mut |path: &Path, options: &DiskOptions| Ok(open_for_other(path, options)?);
+        for (name, others) in [("base", 0), ("../images/base", 1)] {
+            std::fs::write(&top, image_over(name)).unwrap();
+            let files = open_files(&disk, &options, open).unwrap();
+            assert_eq!(files.len(), 2 + others, "{files:?}");
+            let table = FileTable::new(files, true);
+            let files = Some(Arc::new(table));
+            let options = DiskOptions { files, ..options.clone() };
+            crate::open(&named, &options).unwrap();
+        }
+    }
 }

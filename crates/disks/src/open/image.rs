@@ -62,16 +62,18 @@ pub(super) struct ImageFile<'a> {
 /// writes to the image.
 pub(super) fn open_qcow2(
     image: ImageFile<'_>,
-    open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
+    mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
     is_deferred: bool,
 ) -> Result<DiskSource> {
-    Ok(qcow2::open(open_layers(image, open_backing)?, is_deferred)?)
+    let layers = open_layers(image, |path, within, _| open_backing(path, within))?;
+    Ok(qcow2::open(layers, is_deferred)?)
 }
 
-/// Opens the layers of a qcow2 image, from the top.
+/// Opens the layers of a qcow2 image, from the top. `open_backing` also gets the path to which the
+/// name in the image leads.
 pub(super) fn open_layers(
     ImageFile { source, file, allowed, files }: ImageFile<'_>,
-    mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
+    mut open_backing: impl FnMut(&Path, Option<&Folder>, &Path) -> Result<DiskSource>,
 ) -> Result<Vec<Layer>> {
     let mut layers = vec![Layer::qcow2(source)?];
     let outer = file.map_or("the image".to_owned(), |path| path.display().to_string());
@@ -88,7 +90,7 @@ pub(super) fn open_layers(
         );
         let BackingFile { path, file, within } =
             finder.find(&named.name, image.as_deref()).with_context(what)?;
-        let source = open_backing(&file, within.as_ref()).with_context(what)?;
+        let source = open_backing(&file, within.as_ref(), &path).with_context(what)?;
         let layer = match named.format.as_deref() {
             Some("qcow2") => Layer::qcow2(source).with_context(what)?,
             Some("raw" | "file" | "host_device") => Layer::raw(source),
