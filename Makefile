@@ -28,7 +28,7 @@ demo: rust ## Serve a sample disk, drive it for ten seconds, clean up; needs onl
 test: setup ## Install missing packages (see setup), then run every check
 	@$(XTASK) check --all
 
-setup: ## Install the requirements of the tests (Debian packages; with sudo when not root)
+setup: ## Install the requirements of the tests (with sudo when not root)
 	@sh xtask/setup.sh
 
 check: rust ## The quick checks: format, tidy, clippy, tests of units, rings, sessions

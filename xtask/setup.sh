@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs the requirements of the tests: Debian packages and components of the Rust toolchain.
+# Installs the requirements of the tests: Debian packages, components of the Rust toolchain and
+# programs from crates.io.
 #
 #   xtask/setup.sh                     report and install missing parts
 #   xtask/setup.sh --packages          the packages only, without a check for Rust
@@ -35,8 +36,11 @@ PACKAGES="$PACKAGES $PACKAGE_TOOLS"
 # In Debian, not in Ubuntu.
 UML_PACKAGE="user-mode-linux"
 
-# Programs that make packages, and lists of their parts. Each takes minutes to build.
-CARGO_TOOLS="cargo-deb@3.8.0 cargo-generate-rpm@0.21.1 cargo-auditable@0.7.7 cargo-cyclonedx@0.5.9"
+# Programs that make packages, and lists of their parts. Without optimisation they take two minutes
+# to build on two cores.
+CARGO_TOOLS="cargo-deb@3.8.0 cargo-generate-rpm@0.21.1 cargo-cyclonedx@0.5.9"
+# Adds a list of parts to the released program.
+RELEASE_TOOLS="cargo-auditable@0.7.7"
 
 # The guests' kernel, Debian's or Ubuntu's. The tests download it without installing it.
 KERNEL_PACKAGES="linux-image-cloud-amd64 linux-image-virtual"
@@ -191,11 +195,22 @@ install_package_tools() {
     else
         echo "setup: not Debian or Ubuntu; install yourself: $PACKAGE_TOOLS"
     fi
+    # shellcheck disable=SC2086
+    install_cargo_tools $CARGO_TOOLS $RELEASE_TOOLS
+}
+
+# Installs these programs from crates.io, unless these versions are there.
+install_cargo_tools() {
     installed=$(cargo install --list)
-    for tool in $CARGO_TOOLS; do
+    for tool in "$@"; do
         case $installed in
             *"${tool%@*} v${tool#*@}:"*) ;;
-            *) cargo install --locked "$tool" ;;
+            *)
+                echo "setup: building $tool"
+                # cargo removes a folder of its own choice only.
+                env -u CARGO_TARGET_DIR -u CARGO_BUILD_TARGET_DIR \
+                    cargo install --quiet --debug --locked "$tool"
+                ;;
         esac
     done
 }
@@ -310,6 +325,8 @@ case ${1:-} in
         install_packages
         check_linker
         add_rust_components
+        # shellcheck disable=SC2086
+        install_cargo_tools $CARGO_TOOLS
         ;;
     *)
         die "unknown option $1; see the top of $0"

@@ -26,13 +26,17 @@ const BUILD_MAX: Duration = Duration::from_secs(900);
 const SERVICES: [(&str, &str); 2] =
     [("ringhaul@vm1", "/var/lib/ringhaul-vm1"), ("ringhaul", "/var/lib/ringhaul")];
 
-/// Returns true if all programs are here. Otherwise prints a message.
-fn has_tools(tools: &[&str]) -> bool {
+/// Returns true if all programs are here. Otherwise prints a message, on a system for which there
+/// is no script that installs them.
+fn has_tools(tools: &[&str]) -> Result<bool> {
     let missing: Vec<&str> = tools.iter().copied().filter(|tool| !is_installed(tool)).collect();
-    if !missing.is_empty() {
-        print_skipped(&format!("{} missing: sh xtask/setup.sh --package", missing.join(", ")));
+    if missing.is_empty() {
+        return Ok(true);
     }
-    missing.is_empty()
+    let missing = missing.join(", ");
+    ensure!(!is_installed("apt-get"), "{missing} missing: make setup");
+    print_skipped(&format!("{missing} missing; install them"));
+    Ok(false)
 }
 
 /// Makes a package of the tested program in `folder`.
@@ -69,7 +73,7 @@ struct Host {
 impl Host {
     fn boot() -> Result<Option<Self>> {
         if !can_change_system("packages of a container")
-            || !has_tools(&["cargo-cyclonedx", "cargo-deb", "dpkg-shlibdeps", "lintian"])
+            || !has_tools(&["cargo-cyclonedx", "cargo-deb", "dpkg-shlibdeps", "lintian"])?
         {
             return Ok(None);
         }
@@ -176,7 +180,7 @@ fn a_service_out_of_reach_is_named(host: &Host) -> Result<()> {
 /// needrestart reads the file as Perl does, and looks for the first pattern of a unit.
 #[test]
 fn needrestart_leaves_services_alone() -> Result<()> {
-    if !has_tools(&["perl"]) {
+    if !has_tools(&["perl"])? {
         return Ok(());
     }
     let file = workspace::root().join("contrib/packages/needrestart.conf");
@@ -209,7 +213,14 @@ fn leave(host: &Host) -> Result<()> {
         host.run(&format!("test -d {state}; test ! -e /usr/bin/ringhaul"))?;
     }
     host.run("test -e /etc/ringhaul.toml")?;
+    // A user may keep files beside a state file, and have a folder of a similar name.
+    let foreign = ["/var/lib/ringhaul/disk.img", "/var/lib/ringhaul-own/notes"];
+    let [disk, notes] = foreign;
+    host.run(&format!("mkdir /var/lib/ringhaul-own; touch {disk} {notes}"))?;
+    host.run("touch /var/lib/ringhaul/control.state")?;
     host.run("dpkg --purge ringhaul")?;
+    host.run(&format!("test ! -e /var/lib/ringhaul/control.state; rm {disk} {notes}"))?;
+    host.run("rmdir /var/lib/ringhaul /var/lib/ringhaul-own")?;
     let left = "find / -xdev -path /proc -prune -o -path /mnt -prune -o -iname '*ringhaul*' -print";
     let left =
         host.run(&format!("{left} | grep -v -e ^/var/log -e ^/tmp -e ^/run/user || true"))?;
@@ -219,7 +230,7 @@ fn leave(host: &Host) -> Result<()> {
 
 #[test]
 fn a_package_of_rpm_has_files_scripts_and_requirements() -> Result<()> {
-    if !has_tools(&["cargo-cyclonedx", "cargo-generate-rpm", "rpm"]) {
+    if !has_tools(&["cargo-cyclonedx", "cargo-generate-rpm", "rpm"])? {
         return Ok(());
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -361,7 +372,7 @@ fn needed_files() -> Result<Vec<String>> {
 #[test]
 fn an_image_serves_a_disk_from_a_container() -> Result<()> {
     if !can_change_system("containers")
-        || !has_tools(&["cargo-cyclonedx", "podman", "runc", "conmon"])
+        || !has_tools(&["cargo-cyclonedx", "podman", "runc", "conmon"])?
     {
         return Ok(());
     }
