@@ -118,7 +118,8 @@ fn add_backing(
     Ok(())
 }
 
-#[cfg(all(test, feature = "qcow2"))]
+#[cfg(test)]
+#[cfg(feature = "qcow2")]
 mod tests {
     use blockio::disk::open_for_other;
 
