@@ -211,7 +211,7 @@ fn main() -> ExitCode {
     log::start(cli.log_format, cli.log.as_deref());
     // A daemon starts it in its sandbox.
     let is_daemon = matches!(cli.command, Command::Serve(_));
-    if let Err(error) = if is_daemon { Ok(()) } else { log::start_writing(|| ()) } {
+    if let Err(error) = if is_daemon { Ok(()) } else { log::start_writing() } {
         eprintln!("ringhaul: {error:#}");
         return ExitCode::from(EXIT_USAGE);
     }

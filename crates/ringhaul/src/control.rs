@@ -28,7 +28,6 @@ use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
 
-use crate::sandbox;
 use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
@@ -82,7 +81,6 @@ impl Control {
             .spawn(move || {
                 // Runs at every end of the thread, a panic included.
                 let _ended = ended;
-                sandbox::deny_rings();
                 exports.run();
                 drop(exports);
             })

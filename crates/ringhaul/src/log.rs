@@ -137,13 +137,13 @@ pub fn start(format: LogFormat, filter: Option<&str>) {
     }
 }
 
-/// Starts the thread that writes the log. It calls `begin` before it writes.
+/// Starts the thread that writes the log.
 ///
 /// # Errors
 ///
 /// When the kernel has no thread left.
-pub fn start_writing(begin: fn()) -> anyhow::Result<()> {
-    queue::start_thread(begin).context("cannot start the thread that writes the log")
+pub fn start_writing() -> anyhow::Result<()> {
+    queue::start_thread().context("cannot start the thread that writes the log")
 }
 
 /// Sends panics through the log: a panic ends the process and must not wait for the log's reader.
@@ -471,7 +471,7 @@ mod tests {
     fn a_panic_is_told_of_and_waits_for_no_reader() {
         if std::env::var_os(PANIC).is_some() {
             start(LogFormat::Text, None);
-            start_writing(|| ()).unwrap();
+            start_writing().unwrap();
             tracing::info!("before");
             panic!("of a test");
         }

@@ -1,21 +1,22 @@
 //! The sandbox of the daemon (docs/internals/security.md).
 //!
 //! The main thread enters it before any other thread exists, and all later threads inherit it: no
-//! new privileges, few capabilities, the files of [`Rules`] alone (`files.rs`), and no system call
-//! that a daemon never needs (`calls.rs`). Two tasks need more rights than the daemon has. A helper
+//! new privileges, few capabilities, the files of [`Rules`] alone (`files.rs`), no system call
+//! that a daemon never needs (`calls.rs`), and no new ring of io_uring (`ring_threads.rs`). Two tasks need more rights than the daemon has. A helper
 //! process outside the sandbox carries them out (`helper.rs`).
 
 mod calls;
 mod capabilities;
 mod files;
 pub(crate) mod helper;
+pub(crate) mod ring_threads;
 mod rules;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use serde::Deserialize;
 
@@ -70,12 +71,14 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
         SandboxMode::Log => calls::log_denied(&rules)?,
         SandboxMode::On | SandboxMode::Strict => {
             // First, because it must remain outside.
-            helper::start(config)?;
+            helper::start(config, &rules)?;
             capabilities::drop_unused(&rules)?;
             let (is_enforced, lacks) = files::restrict(&rules)?;
             missing.extend(lacks);
             // A kernel without seccomp, or a service manager that denies the call.
             missing.extend(calls::deny(&rules).err().map(|error| format!("{error:#}")));
+            ring_threads::begin().context("cannot start the thread that starts IoThreads")?;
+            missing.extend(calls::deny_rings().err().map(|error| format!("{error:#}")));
             enforced = is_enforced.then_some(rules);
         }
     }
@@ -95,9 +98,9 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
     Ok(())
 }
 
-/// Denies this thread, and all that it starts, new rings of io_uring: operations of a ring pass no
-/// filter of system calls. Does nothing without a sandbox.
-pub fn deny_rings() {
+/// Denies this thread of [`ring_threads`], and all that it starts, further rings of io_uring:
+/// operations of a ring pass no filter of system calls. Does nothing without a sandbox.
+pub(crate) fn deny_rings() {
     let is_on = matches!(mode(), SandboxMode::On | SandboxMode::Strict);
     if let Err(error) = if is_on { calls::deny_rings() } else { Ok(()) } {
         let thread = std::thread::current();

@@ -131,7 +131,12 @@ impl Endpoint {
         permissions::check_folder(path).map_err(|error| {
             anyhow!("cannot listen on {shown}: {error:#}; or choose another {option}")
         })?;
-        wait_for_killed_listener(path, Instant::now() + KILLED_MAX)?;
+        wait_for_killed_listener(path, Instant::now() + KILLED_MAX).map_err(|error| {
+            match sandbox::advice_on_socket(path) {
+                Some(advice) => anyhow!("cannot listen on {shown}: {error:#}; {advice}"),
+                None => error,
+            }
+        })?;
         // Two threads may name one place by two paths, and a socket between bind and listen looks
         // like a left-over one.
         let _alone = BINDING.lock();

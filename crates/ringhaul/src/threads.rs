@@ -11,6 +11,8 @@ use std::thread::JoinHandle;
 use anyhow::{Context, Result};
 use blockio::{IoThread, IoThreadConfig, Remote};
 
+use crate::sandbox::ring_threads;
+
 /// IoThreads that run until they are dropped.
 pub struct IoThreads {
     remotes: Vec<Remote>,
@@ -33,9 +35,8 @@ impl IoThreads {
         for index in 0..count {
             let (sender, receiver) = mpsc::sync_channel(1);
             let (config, failed) = (config.clone(), Arc::clone(failed));
-            let handle = std::thread::Builder::new()
-                .name(format!("iothread-{index}"))
-                .spawn(move || run(index, &config, &sender, &*failed))
+            let run = move || run(index, &config, &sender, &*failed);
+            let handle = ring_threads::spawn(&format!("iothread-{index}"), run)
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
             let remote = receiver.recv().context("an IoThread ended while it started")??;

@@ -48,7 +48,11 @@ fn systemd_understands_each_line() -> Result<()> {
             fs::copy(folder.path().join(unit), folder.path().join(name))?;
         }
         let verified = run(&mut verify)?.expect_code(0)?;
-        ensure!(verified.stderr.is_empty(), "{}", verified.stderr);
+        // Lines about units of other packages, which systemd loads too, begin with their paths.
+        let is_ours =
+            |line: &&str| !line.starts_with('/') || Path::new(line).starts_with(folder.path());
+        let ours: Vec<&str> = verified.stderr.lines().filter(is_ours).collect();
+        ensure!(ours.is_empty(), "{ours:#?}");
     }
     Ok(())
 }

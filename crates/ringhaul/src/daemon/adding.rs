@@ -415,7 +415,8 @@ impl ExportOpener {
                 OpenDisk::open(&disk, lease_id, &token, files.as_ref())
             }
         };
-        Self { exports, places, jobs: ParallelCalls::begin(to_open, open) }
+        // An image has a thread with a ring of its own.
+        Self { exports, places, jobs: ParallelCalls::begin_with_rings(to_open, open) }
     }
 
     /// Takes out exports that have failed, and exports with all disks open. Waits for all disks

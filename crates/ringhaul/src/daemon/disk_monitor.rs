@@ -18,7 +18,6 @@ use crate::control::WatchedDisk;
 use crate::control::subscribers::{EventDetails, ExportEvent};
 use crate::daemon::Daemon;
 use crate::log::rate_limit::RateLimit;
-use crate::sandbox;
 use crate::spec::UnitPlace;
 use crate::spec::command::{Command, CommandError, NewSize};
 use crate::spec::status::DiskState;
@@ -45,7 +44,6 @@ impl DiskMonitor {
     pub(crate) fn start(daemon: Weak<Daemon>) -> Result<Self> {
         let (end, ended) = mpsc::channel();
         let watch = move || {
-            sandbox::deny_rings();
             let mut checks = Checks { daemon, checker: None, disks: BTreeMap::new() };
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 checks.check_all();

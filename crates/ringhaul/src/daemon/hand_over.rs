@@ -379,7 +379,8 @@ type WantedDisk = ((DiskSpec, ExportSettings), (Option<File>, Option<Arc<FileTab
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
-    let mut opening = ParallelCalls::begin(wanted, |wanted: WantedDisk, _| {
+    // An image has a thread with a ring of its own.
+    let mut opening = ParallelCalls::begin_with_rings(wanted, |wanted: WantedDisk, _| {
         let (disk, file, size_bytes, span) = wanted;
         span.in_scope(|| OpenDisk::take_over(&disk, file, size_bytes))
     });

@@ -37,18 +37,15 @@ pub(super) fn start() {
     QUEUE.get_or_init(Queue::default);
 }
 
-/// Starts the thread, once. It calls `begin` before it writes.
+/// Starts the thread, once.
 ///
 /// # Errors
 ///
 /// When the kernel has no thread left.
-pub(super) fn start_thread(begin: fn()) -> io::Result<()> {
+pub(super) fn start_thread() -> io::Result<()> {
     let queue = QUEUE.get_or_init(Queue::default);
     if !IS_STARTED.swap(true, Ordering::Relaxed) {
-        let write = move || {
-            begin();
-            queue.write_lines(write_to_stderr, report_dropped)
-        };
+        let write = move || queue.write_lines(write_to_stderr, report_dropped);
         std::thread::Builder::new().name("ringhaul-log".into()).spawn(write)?;
     }
     Ok(())
@@ -59,7 +56,7 @@ pub(super) fn start_thread(begin: fn()) -> io::Result<()> {
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
         // A process that fails early has not started it.
-        let _ = start_thread(|| ());
+        let _ = start_thread();
         queue.flush_while(FLUSH_LIMIT, || has_room(stderr()));
     }
 }

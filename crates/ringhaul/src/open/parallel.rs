@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use blockio::executor::Lock;
 
+use crate::sandbox::ring_threads;
+
 /// The time without a result after which another thread is added, because a call may hang on a
 /// disk.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -46,6 +48,7 @@ pub(crate) type Yield<'a> = &'a dyn Fn();
 struct Work<T, R> {
     queue: Lock<VecDeque<(usize, T)>>,
     call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
+    has_rings: bool,
 }
 
 impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
@@ -54,10 +57,26 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
         list: Vec<T>,
         call: impl Fn(T, Yield<'_>) -> R + Send + Sync + 'static,
     ) -> Self {
+        Self::begin_on(list, Box::new(call), false)
+    }
+
+    /// Like [`begin`](Self::begin), for calls that may make rings of io_uring.
+    pub(crate) fn begin_with_rings(
+        list: Vec<T>,
+        call: impl Fn(T, Yield<'_>) -> R + Send + Sync + 'static,
+    ) -> Self {
+        Self::begin_on(list, Box::new(call), true)
+    }
+
+    fn begin_on(
+        list: Vec<T>,
+        call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
+        has_rings: bool,
+    ) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let (unanswered, threads) = (list.len(), list.len().min(cpus.max(2)));
         let queue = Lock::new(list.into_iter().enumerate().collect());
-        let work = Arc::new(Work { queue, call: Box::new(call) });
+        let work = Arc::new(Work { queue, call, has_rings });
         let (done, results) = mpsc::channel();
         let mut this =
             Self { work, done: Some(done), results, unanswered, waiting: BTreeSet::new() };
@@ -124,8 +143,11 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
 impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
     fn start(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) -> std::io::Result<()> {
         let (work, sender) = (Arc::clone(this), done.clone());
-        let thread = std::thread::Builder::new().name("ringhaul-side".into());
-        thread.spawn(move || Self::run(&work, &sender)).map(drop)
+        let (name, run) = ("ringhaul-side", move || Self::run(&work, &sender));
+        if this.has_rings {
+            return ring_threads::spawn(name, run).map(drop);
+        }
+        std::thread::Builder::new().name(name.into()).spawn(run).map(drop)
     }
 
     fn run(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) {

@@ -8,6 +8,8 @@ use std::env::consts::ARCH;
 
 use anyhow::{Context, Result};
 use iomem::fits;
+#[cfg(target_arch = "x86_64")]
+use seccompiler::sock_filter;
 use seccompiler::{
     SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch, apply_filter,
@@ -111,8 +113,24 @@ const DENIED_OLD: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const DENIED_OLD: &[libc::c_long] = &[];
 
-/// `fchmodat2`, which has this number on all architectures.
-const FCHMODAT2: libc::c_long = 452;
+/// Newer calls for the same, which have these numbers on all architectures: `fchmodat2`,
+/// `setxattrat`, `removexattrat`, `open_tree_attr` and `file_setattr`.
+const DENIED_NEW: &[libc::c_long] = &[452, 463, 466, 467, 469];
+
+/// Calls that signal the process in their first argument. The sandbox of files denies signals to
+/// other processes from Linux 6.12 on.
+const SIGNALS: [libc::c_long; 4] =
+    [libc::SYS_kill, libc::SYS_tgkill, libc::SYS_rt_sigqueueinfo, libc::SYS_rt_tgsigqueueinfo];
+
+/// The mode that the daemon gives its files and sockets.
+const PRIVATE_MODE: u32 = 0o600;
+
+/// Numbers from here on are those of x32, another set of calls of this processor.
+#[cfg(target_arch = "x86_64")]
+const X32: u32 = 0x4000_0000;
+
+/// The bits of a type of socket that are no flags.
+const TYPE_MASK: u64 = 0xf;
 
 /// Denies this thread, and all that it starts, the calls that a daemon with these rules does not
 /// need. They fail with EPERM.
@@ -121,8 +139,32 @@ const FCHMODAT2: libc::c_long = 452;
 ///
 /// When the kernel has no seccomp.
 pub(super) fn deny(rules: &Rules) -> Result<()> {
-    apply(denied(rules)?, SeccompAction::Errno(fits(libc::EPERM, "an errno")))?;
+    let denies = SeccompAction::Errno(fits(libc::EPERM, "an errno"));
+    apply_to_x32(denies.clone())?;
+    apply(denied(rules)?, denies)?;
     replace_clone3()
+}
+
+/// Applies `action` to all calls of x32. They come from the same architecture as others, so that a
+/// filter of numbers alone does not see them.
+#[cfg(target_arch = "x86_64")]
+fn apply_to_x32(action: SeccompAction) -> Result<()> {
+    let statement = |code: u32, k| sock_filter { code: fits(code, "a code"), jt: 0, jf: 0, k };
+    let finish = |action: SeccompAction| statement(libc::BPF_RET | libc::BPF_K, action.into());
+    let compare = libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K;
+    let program = [
+        // The number of the call is the first field of the data.
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
+        sock_filter { jf: 1, ..statement(compare, X32) },
+        finish(action),
+        finish(SeccompAction::Allow),
+    ];
+    apply_filter(&program).context("cannot restrict system calls of x32")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn apply_to_x32(_: SeccompAction) -> Result<()> {
+    Ok(())
 }
 
 /// Makes the C library start threads with `clone`: the arguments of `clone3` are in memory, where
@@ -149,12 +191,13 @@ pub(super) fn deny_rings() -> Result<()> {
 /// When the kernel has no seccomp.
 pub(super) fn log_denied(rules: &Rules) -> Result<()> {
     rustix::thread::set_no_new_privs(true).context("cannot give up new privileges")?;
+    apply_to_x32(SeccompAction::Log)?;
     apply(denied(rules)?, SeccompAction::Log)
 }
 
 fn denied(rules: &Rules) -> Result<Calls> {
     let mut calls: Calls =
-        DENIED.iter().chain(DENIED_OLD).chain(&[FCHMODAT2]).map(|nr| (*nr, Vec::new())).collect();
+        DENIED.iter().chain(DENIED_OLD).chain(DENIED_NEW).map(|nr| (*nr, Vec::new())).collect();
     // Threads, but no processes.
     calls.insert(libc::SYS_clone, vec![rule(0, masked(libc::CLONE_THREAD), 0)?]);
     calls.insert(libc::SYS_prlimit64, vec![rule(0, SeccompCmpOp::Ne, 0)?]);
@@ -165,11 +208,52 @@ fn denied(rules: &Rules) -> Result<Calls> {
     if !rules.may_connect() {
         calls.insert(libc::SYS_connect, Vec::new());
     }
-    if !rules.has_network() {
-        let unix = u64::try_from(libc::AF_UNIX)?;
-        calls.insert(libc::SYS_socket, vec![rule(0, SeccompCmpOp::Ne, unix)?]);
+    for call in SIGNALS {
+        calls.insert(call, vec![rule(0, SeccompCmpOp::Ne, std::process::id())?]);
+    }
+    // The C library musl ends a process by it.
+    #[cfg(not(target_env = "musl"))]
+    calls.insert(libc::SYS_tkill, Vec::new());
+    if !rules.has_libraries {
+        calls.insert(libc::SYS_fchmod, vec![rule(1, SeccompCmpOp::Ne, PRIVATE_MODE)?]);
+    }
+    calls.insert(libc::SYS_socket, denied_sockets(rules)?);
+    if rules.has_network() {
+        // They connect, and Landlock does not look at all of them.
+        let fast_open = u64::from(libc::MSG_FASTOPEN.cast_unsigned());
+        let flag = SeccompCmpOp::MaskedEq(fast_open);
+        for (call, flags) in
+            [(libc::SYS_sendto, 3), (libc::SYS_sendmsg, 2), (libc::SYS_sendmmsg, 3)]
+        {
+            calls.insert(call, vec![rule(flags, flag.clone(), fast_open)?]);
+        }
     }
     Ok(calls)
+}
+
+/// Sockets that a daemon with these rules does not need.
+fn denied_sockets(rules: &Rules) -> Result<Vec<SeccompRule>> {
+    let not_of = |families: &[libc::c_int]| -> Result<Vec<SeccompCondition>> {
+        families.iter().map(|family| condition(0, SeccompCmpOp::Ne, *family)).collect()
+    };
+    let (unix, is_ip) = (libc::AF_UNIX, [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6]);
+    if !rules.has_network() {
+        return Ok(vec![SeccompRule::new(not_of(&[unix])?)?]);
+    }
+    if rules.connects_to_network() {
+        // The C library asks the kernel for addresses of this machine.
+        let families = [&is_ip[..], &[libc::AF_NETLINK]].concat();
+        return Ok(vec![SeccompRule::new(not_of(&families)?)?]);
+    }
+    // The metrics server listens over TCP.
+    let stream = u64::from(libc::SOCK_STREAM.cast_unsigned());
+    let others = (0..=TYPE_MASK).filter(|kind| *kind != stream);
+    let other_kinds = others.map(|kind| {
+        let kind = condition(1, SeccompCmpOp::MaskedEq(TYPE_MASK), kind)?;
+        Ok(SeccompRule::new([not_of(&[unix])?, vec![kind]].concat())?)
+    });
+    let families = SeccompRule::new(not_of(&is_ip)?)?;
+    other_kinds.chain([Ok(families)]).collect()
 }
 
 /// Compares these bits.
@@ -183,9 +267,16 @@ fn rule(
     compare: SeccompCmpOp,
     value: impl TryInto<u64, Error: Into<anyhow::Error>>,
 ) -> Result<SeccompRule> {
+    Ok(SeccompRule::new(vec![condition(argument, compare, value)?])?)
+}
+
+fn condition(
+    argument: u8,
+    compare: SeccompCmpOp,
+    value: impl TryInto<u64, Error: Into<anyhow::Error>>,
+) -> Result<SeccompCondition> {
     let value = value.try_into().map_err(Into::into)?;
-    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?;
-    Ok(SeccompRule::new(vec![condition])?)
+    Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?)
 }
 
 /// Calls of the helper.
@@ -257,4 +348,66 @@ fn install(calls: Calls, otherwise: SeccompAction, listed: SeccompAction) -> Res
     let filter = SeccompFilter::new(calls, otherwise, listed, machine)?;
     let program: seccompiler::BpfProgram = filter.try_into()?;
     apply_filter(&program).context("cannot restrict system calls")
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily as Family, SocketType as Type, socket};
+    use rustix::process::{getpid, getppid, test_kill_process};
+
+    use super::*;
+
+    /// Runs `test` on a thread with the filter for these rules, without the sandbox of files.
+    fn with_filter(rules: Rules, test: impl FnOnce() + Send) {
+        let run = || {
+            deny(&rules).unwrap();
+            test();
+        };
+        std::thread::scope(|scope| scope.spawn(run).join()).unwrap();
+    }
+
+    #[test]
+    fn signals_go_to_the_own_process_alone() {
+        with_filter(Rules::default(), || {
+            assert_eq!(test_kill_process(getpid()), Ok(()));
+            assert_eq!(test_kill_process(getppid().unwrap()), Err(Errno::PERM));
+        });
+    }
+
+    #[test]
+    fn files_become_private_alone() {
+        let file = tempfile::tempfile().unwrap();
+        with_filter(Rules::default(), || {
+            assert_eq!(rustix::fs::fchmod(&file, 0o600.into()), Ok(()));
+            for mode in [0o666, 0o4600, 0o400] {
+                assert_eq!(rustix::fs::fchmod(&file, mode.into()), Err(Errno::PERM), "{mode:o}");
+            }
+        });
+    }
+
+    #[test]
+    fn sockets_are_of_the_families_and_types_that_the_rules_need() {
+        let (mut metrics, mut network) = (Rules::default(), Rules::default());
+        metrics.listen(9750);
+        network.server(10809);
+        let all = [
+            (Family::UNIX, Type::DGRAM, [true, true, true]),
+            (Family::INET, Type::STREAM, [false, true, true]),
+            (Family::INET6, Type::STREAM, [false, true, true]),
+            (Family::INET, Type::DGRAM, [false, false, true]),
+            (Family::NETLINK, Type::RAW, [false, false, true]),
+            (Family::from_raw(38), Type::SEQPACKET, [false, false, false]),
+            (Family::VSOCK, Type::STREAM, [false, false, false]),
+        ];
+        for (index, rules) in [Rules::default(), metrics, network].into_iter().enumerate() {
+            with_filter(rules, || {
+                for (family, kind, permitted) in all {
+                    let made = socket(family, kind, None).map(drop);
+                    let is_permitted = made != Err(Errno::PERM);
+                    assert_eq!(is_permitted, permitted[index], "{family:?} {kind:?} {made:?}");
+                }
+            });
+        }
+    }
 }

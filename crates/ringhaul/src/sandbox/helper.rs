@@ -30,6 +30,7 @@ use rustix::net::{
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, set_name, set_no_new_privs};
 
+use super::rules::Rules;
 use super::{calls, capabilities};
 
 /// The longest message, in bytes.
@@ -72,7 +73,7 @@ static HELPER: OnceLock<Lock<Helper>> = OnceLock::new();
 /// # Errors
 ///
 /// When the kernel has no process or descriptor left.
-pub(super) fn start(config: Option<&Path>) -> Result<()> {
+pub(super) fn start(config: Option<&Path>, rules: &Rules) -> Result<()> {
     let config = config.map(|path| std::path::absolute(path).unwrap_or(path.to_owned()));
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -86,7 +87,7 @@ pub(super) fn start(config: Option<&Path>) -> Result<()> {
             let is_prepared = set_parent_process_death_signal(Some(Signal::KILL)).is_ok()
                 && getppid() == Some(daemon);
             if is_prepared && prepare(theirs.as_raw_fd()).is_ok() {
-                serve(&theirs, config.as_deref());
+                serve(&theirs, config.as_deref(), rules);
             }
             exit()
         }
@@ -201,7 +202,7 @@ fn prepare(socket: RawFd) -> Result<()> {
 }
 
 /// Answers requests until the daemon ends.
-fn serve(socket: &OwnedFd, config: Option<&Path>) {
+fn serve(socket: &OwnedFd, config: Option<&Path>, rules: &Rules) {
     let opening = AtomicUsize::new(0);
     let mut bytes = vec![0; MESSAGE_BYTES];
     // A thread that hangs must not keep the process: the caller ends it.
@@ -223,7 +224,8 @@ fn serve(socket: &OwnedFd, config: Option<&Path>) {
                     let names = find_holders(path, *task == FIND_LOCKED).join("\n");
                     Ok(names.into_bytes())
                 }
-                FIND_LISTENER => find_listener_here(path),
+                FIND_LISTENER if rules.permits_socket(path) => find_listener_here(path),
+                FIND_LISTENER => Err(Errno::ACCESS.into()),
                 // The file may hang.
                 OPEN_CONFIG if opening.fetch_add(1, Ordering::Relaxed) < OPENING_MAX => {
                     let opening = &opening;

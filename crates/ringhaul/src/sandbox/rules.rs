@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 /// The use of a file or a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,12 +133,17 @@ impl Rules {
 
     /// Returns true if the daemon connects to servers.
     pub(super) fn may_connect(&self) -> bool {
-        self.has_any_server || self.has_local_server || !self.ports.is_empty()
+        self.connects_to_network() || self.has_local_server
     }
 
     /// Returns true if the daemon uses the network.
     pub(super) fn has_network(&self) -> bool {
-        self.has_any_server || !self.ports.is_empty() || self.listen_port.is_some()
+        self.connects_to_network() || self.listen_port.is_some()
+    }
+
+    /// Returns true if the daemon connects to servers of the network.
+    pub(super) fn connects_to_network(&self) -> bool {
+        self.has_any_server || !self.ports.is_empty()
     }
 
     fn network_files(&mut self) {
@@ -156,6 +161,17 @@ impl Rules {
             }
             self.places.push(place);
         }
+    }
+
+    /// Returns true if the daemon makes sockets in the folder of this path.
+    pub(super) fn permits_socket(&self, path: &Path) -> bool {
+        let path = std::path::absolute(path).unwrap_or(path.to_owned());
+        let folder = folder_of(&path);
+        // `..` leads out of a folder.
+        let is_below = !path.components().any(|part| part == Component::ParentDir);
+        self.places.iter().any(|(place, used)| {
+            *used == Use::Sockets && (folder == place || is_below && folder.starts_with(place))
+        })
     }
 
     /// Returns true if a disk or a socket at this path may be used.
@@ -217,6 +233,22 @@ mod tests {
         assert!(!rules.may_connect() && rules.has_network());
         rules.any_server();
         assert!(rules.may_connect());
+    }
+
+    #[test]
+    fn listeners_are_looked_for_where_the_daemon_makes_sockets() {
+        let mut rules = Rules::default();
+        rules.socket(Path::new("/run/a/disk.sock"));
+        rules.disk_folder(Path::new("/run/disks"));
+        for (path, is_permitted) in [
+            ("/run/a/later.sock", true),
+            ("/run/a/below/later.sock", true),
+            ("/run/a/../b/control", false),
+            ("/run/b/control", false),
+            ("/run/disks/socket", false),
+        ] {
+            assert_eq!(rules.permits_socket(Path::new(path)), is_permitted, "{path}");
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::sandbox::{self, Rules};
 use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::{EndpointSpec, ExportSpec};
 
-/// Enters the sandbox for these options and exports, and starts the first thread, that of the log.
+/// Enters the sandbox for these options and exports, and starts the thread of the log.
 /// The process must have a single thread.
 ///
 /// # Errors
@@ -39,7 +39,7 @@ pub fn enter_sandbox(
     }
     exports.iter().for_each(|export| permit(&mut rules, export));
     sandbox::confine(args.sandbox, rules, config.map(|(file, _)| file.path()))?;
-    log::start_writing(sandbox::deny_rings)
+    log::start_writing()
 }
 
 /// Permits everything that an export needs.

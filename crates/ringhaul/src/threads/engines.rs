@@ -89,7 +89,7 @@ pub(crate) fn choose(
 /// Finds the best engine for each of these disks.
 fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     let sources = tried.iter().map(|&index| disks[index].source.clone()).collect();
-    let mut trials = ParallelCalls::begin(sources, |source, _| best_engine(&source));
+    let mut trials = ParallelCalls::begin_with_rings(sources, |source, _| best_engine(&source));
     let tried_in_time = std::iter::from_fn(|| trials.next(Some(Instant::now() + TRIAL_MAX)));
     let mut choices: BTreeMap<usize, Choice> =
         tried_in_time.filter_map(|(number, choice)| Some((tried[number], choice.ok()?))).collect();

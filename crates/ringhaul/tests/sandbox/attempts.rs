@@ -84,6 +84,33 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         // SAFETY: changes the user of this thread only, which ends soon.
         check(unsafe { libc::syscall(libc::SYS_setresuid, -1_i64, 0_i64, -1_i64) })
     }),
+    #[cfg(target_arch = "x86_64")]
+    ("make a call of x32", |_| {
+        // SAFETY: a call without arguments.
+        let result = unsafe { libc::syscall(libc::SYS_getppid | 0x4000_0000) };
+        match check(result) {
+            // Most kernels are built without these calls.
+            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
+            other => other,
+        }
+    }),
+    ("give a file an attribute", |scene| {
+        let file = File::open(scene.folder.join("mine/disk"))?;
+        let none = std::ptr::null::<libc::c_void>();
+        // SAFETY: `setxattrat` with null pointers fails before it does anything.
+        let result = unsafe { libc::syscall(463, file.as_raw_fd(), none, 0, none, none, 0) };
+        match check(result) {
+            Err(error)
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::EFAULT | libc::EINVAL | libc::ENOSYS)
+                ) =>
+            {
+                Ok(())
+            }
+            other => other,
+        }
+    }),
     ("enter a namespace", |_| {
         // SAFETY: makes a namespace for this thread, which ends soon.
         check(unsafe { libc::unshare(libc::CLONE_NEWNET) }.into())

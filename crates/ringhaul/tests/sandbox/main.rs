@@ -9,11 +9,14 @@ mod attempts;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::sync::Arc;
 
 use attempts::{ATTEMPTS, Scene};
+use blockio::{EngineKind, IoThreadConfig};
 use clap::{Args, FromArgMatches};
 use ringhaul::options::ServeArgs;
-use ringhaul::{sandbox, serve};
+use ringhaul::serve;
+use ringhaul::threads::IoThreads;
 
 /// The status of a process whose attempt has succeeded.
 const SUCCEEDED: u8 = 10;
@@ -68,15 +71,17 @@ fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitC
         ServeArgs::from_arg_matches(&serve.get_matches_from(["serve", &disk, &socket, &mode]));
     let args = args.unwrap();
     serve::enter_sandbox(&args, None, &args.exports().unwrap()).unwrap();
-    sandbox::deny_rings();
     // The daemon itself can work.
     let disk = std::fs::File::options().read(true).write(true).open(folder.join("mine/disk"));
     disk.unwrap().set_len(1 << 17).unwrap();
     UnixListener::bind(folder.join("mine/socket")).unwrap();
     std::fs::remove_file(folder.join("mine/socket")).unwrap();
-    std::thread::spawn(|| ()).join().unwrap();
+    let config = IoThreadConfig { engine: EngineKind::IoUring.into(), ..Default::default() };
+    drop(IoThreads::start(1, &config, &Arc::new(|| ())).unwrap());
     let (_, attempt) = ATTEMPTS.iter().find(|(known, _)| *known == name).unwrap();
-    match attempt(&Scene { folder, port }) {
+    let folder = folder.to_owned();
+    let attempted = std::thread::spawn(move || attempt(&Scene { folder: &folder, port }));
+    match attempted.join().unwrap() {
         Ok(()) => ExitCode::from(SUCCEEDED),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {
             ExitCode::from(DENIED)
