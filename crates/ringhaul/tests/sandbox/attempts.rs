@@ -98,7 +98,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         let file = File::open(scene.folder.join("mine/disk"))?;
         let none = std::ptr::null::<libc::c_void>();
         // SAFETY: `setxattrat` with null pointers fails before it does anything.
-        let result = unsafe { libc::syscall(463, file.as_raw_fd(), none, 0, none, none, 0) };
+        let result = unsafe { libc::syscall(463, file.as_raw_fd(), none, 0, none, none, 16_usize) };
         match check(result) {
             Err(error)
                 if matches!(
