@@ -1,9 +1,10 @@
 //! The sandbox of the daemon (docs/internals/security.md).
 //!
 //! The main thread enters it before any other thread exists, and all later threads inherit it: no
-//! new privileges, few capabilities, the files of [`Rules`] alone (`files.rs`), no system call
-//! that a daemon never needs (`calls.rs`), and no new ring of io_uring (`ring_threads.rs`). Two tasks need more rights than the daemon has. A helper
-//! process outside the sandbox carries them out (`helper.rs`).
+//! new privileges, few capabilities, and the files of [`Rules`] alone (`files.rs`). They make no
+//! system call that a daemon never needs (`calls.rs`), and no ring of io_uring (`ring_threads.rs`).
+//! Two tasks need more rights than the daemon has. A helper process outside the sandbox carries
+//! them out (`helper.rs`).
 
 mod calls;
 mod capabilities;
