@@ -13,6 +13,7 @@ mod message;
 mod methods;
 mod parser_words;
 mod schema;
+mod trusted_path;
 
 use std::fs::File;
 use std::io::{self, BufReader, Read};

@@ -1,7 +1,7 @@
 //! Files that `ctl` opens with the rights of its user, and passes to the daemon.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -265,4 +265,43 @@ fn a_takeover_opens_no_file_that_a_member_has_not_named() -> Result<()> {
     check_io(&folders, "chain")?;
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// A user that is neither root nor that of the daemon may have made a link to any file.
+#[test]
+fn root_follows_no_links_of_other_users_for_the_daemon() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = folders()?;
+    let mut daemon = serve(&folders, DAEMON)?;
+    let secret = disk_of(&folders, "secret.img", 0)?;
+    let name = |name: &str| folders.path(name);
+    fs::create_dir(name("folder"))?;
+    fs::copy(&secret, name("folder/secret.img"))?;
+    symlink(&secret, name("disk"))?;
+    symlink("folder", name("link"))?;
+    let key = format!("luks,key-file={},over={}", name("disk").display(), secret.display());
+    let below = name("link/secret.img").display().to_string();
+    for owner in [MEMBER, DAEMON] {
+        ["disk", "link"].iter().try_for_each(|link| lchown(name(link), Some(owner), None))?;
+        for disk in [&name("disk").display().to_string(), &below, &key] {
+            let refused = run(&mut add(&folders, 0, "no", disk)?)?;
+            let words = format!("is a link of user {owner}; name its target");
+            ensure!(!refused.status.success() && refused.stderr.contains(&words), "{refused:?}");
+        }
+    }
+    ["disk", "link"].iter().try_for_each(|link| lchown(name(link), Some(0), None))?;
+    run(&mut add(&folders, 0, "root", &name("disk").display().to_string())?)?.expect_code(0)?;
+    let unit = format!("1,blk-file={below}");
+    run(&mut ctl(&folders, 0, &["add-lun", "vm", &unit])?)?.expect_code(0)?;
+    // The daemon opens what an image chooses, with its own rights.
+    let chain = format!("qcow2,backing=anywhere,path={}", chain_of(&folders, 0)?.display());
+    let refused = run(&mut add(&folders, 0, "chain", &chain)?)?;
+    let words = "root passes no file that the header of an image names";
+    ensure!(!refused.status.success() && refused.stderr.contains(words), "{refused:?}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
 }

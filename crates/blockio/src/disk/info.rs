@@ -35,6 +35,8 @@ pub struct DiskOptions {
     /// The path names a regular file within this folder, relative to it. No link may lead out of
     /// the folder, even while names change there.
     pub within: Option<Folder>,
+    /// Fail if any part of the path is a symbolic link.
+    pub no_links: bool,
     /// Files that are open already. They take precedence over a path.
     pub files: Option<Arc<FileTable>>,
 }

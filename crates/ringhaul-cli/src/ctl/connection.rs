@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ringhaul::control_socket::descriptors::send_line;
+use rustix::net::sockopt::socket_peercred;
 use serde_json::{Value, json};
 
 /// A connection.
@@ -33,6 +34,11 @@ impl Connection {
     pub(super) fn new(path: &Path) -> Result<Self> {
         let (path, stream) = (path.to_owned(), BufReader::new(connect(path)?));
         Ok(Self { path, stream, events: VecDeque::new() })
+    }
+
+    /// The user that listens at the socket, as the kernel reports it.
+    pub(super) fn user(&self) -> Option<u32> {
+        socket_peercred(self.stream.get_ref()).ok().map(|peer| peer.uid.as_raw())
     }
 
     /// Limits each wait for the daemon to this time.

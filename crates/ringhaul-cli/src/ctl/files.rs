@@ -45,10 +45,11 @@ pub(super) fn add(
 
 /// Opens the files of the disks in a call.
 fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
+    let is_foreign = daemon.user() != Some(rustix::process::geteuid().as_raw());
     // The daemon explains parameters that are wrong.
     if method == "export.add" {
         let spec = serde_json::from_value::<ExportSpec>(params.clone());
-        return spec.map(|spec| OpenedFiles::of_export(&spec)).unwrap_or_default();
+        return spec.map(|spec| OpenedFiles::of_export(&spec, is_foreign)).unwrap_or_default();
     }
     let Ok(unit) = serde_json::from_value::<UnitSpec>(params["unit"].clone()) else {
         return OpenedFiles::default();
@@ -61,5 +62,5 @@ fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
         no_lock: is_on("no-lock"),
         ..ExportSettings::default()
     };
-    OpenedFiles::of_unit(&unit, &export)
+    OpenedFiles::of_unit(&unit, &export, is_foreign)
 }

@@ -8,15 +8,18 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use blockio::DiskOptions;
 use blockio::disk::open_for_other;
 use disks::open::for_other::open_files;
+use disks::spec::BackingFiles;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::process::geteuid;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::connection::FDS_MAX;
+use super::trusted_path;
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
 /// A file that is passed, in the order of the descriptors.
@@ -50,33 +53,50 @@ pub struct OpenedFiles {
 }
 
 impl OpenedFiles {
-    /// Opens the files that the disks of an export name.
+    /// Opens the files that the disks of an export name. For a daemon of another user
+    /// (`is_foreign`), links of third users are not followed.
     #[must_use]
-    pub fn of_export(spec: &ExportSpec) -> Self {
+    pub fn of_export(spec: &ExportSpec, is_foreign: bool) -> Self {
         let mut all = Self::default();
         for ((disk, settings), place) in spec.disks().iter().zip(spec.device.places()) {
-            all.add(place, disk, settings);
+            all.add(place, disk, settings, is_foreign);
         }
         all
     }
 
-    /// Opens the files that the disk of a unit names, for an export with these settings.
+    /// Opens the files that the disk of a unit names, for an export with these settings, like
+    /// [`of_export`](Self::of_export).
     #[must_use]
-    pub fn of_unit(unit: &UnitSpec, export: &ExportSettings) -> Self {
+    pub fn of_unit(unit: &UnitSpec, export: &ExportSettings, is_foreign: bool) -> Self {
         let mut all = Self::default();
         let (disk, settings) = unit.disk(export);
-        all.add(Some(unit.place()), &disk, &settings);
+        all.add(Some(unit.place()), &disk, &settings, is_foreign);
         all
     }
 
-    fn add(&mut self, place: Option<UnitPlace>, disk: &DiskSpec, settings: &ExportSettings) {
+    fn add(
+        &mut self,
+        place: Option<UnitPlace>,
+        disk: &DiskSpec,
+        settings: &ExportSettings,
+        is_foreign: bool,
+    ) {
         let options = DiskOptions {
             read_only: settings.read_only,
             no_lock: settings.no_lock,
             ..DiskOptions::default()
         };
-        let open = &mut |path: &Path, options: &DiskOptions| Ok(open_for_other(path, options)?);
-        match open_files(disk, &options, open) {
+        let open = &mut |path: &Path, options: &DiskOptions| match is_foreign {
+            true => trusted_path::open(path, options),
+            false => Ok(open_for_other(path, options)?),
+        };
+        let mut disk = disk.clone();
+        if is_foreign && geteuid().is_root() && leave_backing_files(&mut disk) {
+            self.left_out = Some(anyhow!(
+                "with backing=anywhere, root passes no file that the header of an image names"
+            ));
+        }
+        match open_files(&disk, &options, open) {
             Ok(files) => {
                 let (target, lun) = (place.map(|place| place.target), place.map(|place| place.lun));
                 let files = files.into_iter();
@@ -86,6 +106,22 @@ impl OpenedFiles {
                 self.files.truncate(FDS_MAX);
             }
             Err(error) => self.left_out = Some(error),
+        }
+    }
+}
+
+/// Leaves backing files that the headers of images choose to the daemon. Returns true if there may
+/// be some.
+fn leave_backing_files(disk: &mut DiskSpec) -> bool {
+    match disk {
+        DiskSpec::File(_) | DiskSpec::Null { .. } | DiskSpec::Nbd(_) | DiskSpec::Rbd(_) => false,
+        DiskSpec::Raw { over, .. } | DiskSpec::Luks { over, .. } => leave_backing_files(over),
+        DiskSpec::Qcow2 { backing, over } | DiskSpec::Image { backing, over, .. } => {
+            let is_left = *backing == BackingFiles::Anywhere;
+            if is_left {
+                *backing = BackingFiles::None;
+            }
+            leave_backing_files(over) || is_left
         }
     }
 }

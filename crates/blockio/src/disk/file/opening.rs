@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use rustix::fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, fcntl_getfl, fcntl_setfl, openat2};
 
 use super::lock::{Conflict, OpenError, lock, lock_for, retry_open};
 use crate::disk::info::DiskOptions;
@@ -134,7 +134,10 @@ fn open(name: &Path, options: &DiskOptions, is_block_device: bool) -> io::Result
     match &options.within {
         Some(folder) => folder.open_beneath(name, flags),
         None => {
-            let open = || rustix::fs::open(name, flags, Mode::empty());
+            let open = || match options.no_links {
+                true => openat2(CWD, name, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS),
+                false => rustix::fs::open(name, flags, Mode::empty()),
+            };
             Ok(File::from(rustix::io::retry_on_intr(open)?))
         }
     }
@@ -154,6 +157,9 @@ pub(super) fn open_error(path: &Path, options: &DiskOptions) -> impl Fn(io::Erro
             Some(libc::EACCES | libc::EPERM) => "; check its permissions",
             Some(libc::ENOENT) => "; check the path",
             Some(libc::EROFS) => "; open it read-only",
+            Some(libc::ELOOP) if options.no_links => {
+                "; a link has appeared on its path: name a path without links"
+            }
             Some(libc::EMFILE) => "; raise the limit on open files (ulimit -n)",
             _ => "",
         };
@@ -197,6 +203,25 @@ mod tests {
         };
         let flags = fcntl_getfl(&file).unwrap();
         assert!(!flags.contains(OFlags::NONBLOCK), "io_uring would read it otherwise: {flags:?}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn no_link_is_followed_on_a_path_without_links() {
+        let root = tempfile::tempdir().unwrap();
+        let path = |name: &str| root.path().canonicalize().unwrap().join(name);
+        std::fs::create_dir(path("folder")).unwrap();
+        std::fs::write(path("folder/disk"), [9; 512]).unwrap();
+        std::os::unix::fs::symlink("folder", path("link")).unwrap();
+        std::os::unix::fs::symlink("folder/disk", path("disk")).unwrap();
+        let followed = DiskOptions { read_only: true, ..DiskOptions::default() };
+        let options = DiskOptions { no_links: true, ..followed.clone() };
+        open_for_other(&path("folder/disk"), &options).unwrap();
+        for name in ["link/disk", "disk"] {
+            open_for_other(&path(name), &followed).unwrap();
+            let error = open_for_other(&path(name), &options).unwrap_err().to_string();
+            assert!(error.contains("name a path without links"), "{error}");
+        }
     }
 
     #[test]
