@@ -207,8 +207,8 @@ const STEPS: &[Step] = &[
     Step {
         name: "tests, units",
         words: "test --workspace --no-fail-fast --lib --bins --test daemon --test disk \
-                --test embed --test it --test packages --test qemu_storage_daemon --test scsi \
-                --test session",
+                --test embed --test it --test packages --test qemu_storage_daemon --test sandbox \
+                --test scsi --test session",
         env: CLIPPY,
         needs: &[TEST_BUILD],
         usual: 140,
