@@ -124,8 +124,8 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     }
     successor.call("takeover.take", &json!({}))?;
     for (client, method, _) in &mut callers {
-        // A request that is read while the process ends gets its end as the reason, and one that was not read
-        // gets a closed connection.
+        // The reason depends on the moment at which the old process reads the request. A request
+        // that was not read before the end gets a closed connection.
         let Ok(refused) = client.answer() else { continue };
         let reason = error_message(&refused)?;
         ensure!(
