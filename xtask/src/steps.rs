@@ -143,6 +143,14 @@ const STEPS: &[Step] = &[
         ..STEP
     },
     Step {
+        // The program of `make demo`: a newcomer sees its warnings.
+        name: "clippy, demo",
+        words: "clippy --package ringhaul-cli --no-default-features -- --deny warnings",
+        folder: Folder::Debug,
+        usual: 25,
+        ..SLOW
+    },
+    Step {
         name: RELEASE_BUILD,
         words: "build --release --package ringhaul-cli",
         folder: Folder::Release,

@@ -189,7 +189,8 @@ mod image {
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
         _: bool,
     ) -> Result<DiskSource> {
-        let ImageFile { source, file: _, allowed: _, files: _ } = image;
+        let ImageFile { source, file, allowed, files } = image;
+        let _unused = (file, allowed, files);
         is_image(&source).map(|_| source)
     }
 }

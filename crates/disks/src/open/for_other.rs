@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+#[cfg(feature = "qcow2")]
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockio::file::FileTable;
-use blockio::{DiskOptions, DiskSource};
+use blockio::DiskOptions;
+#[cfg(feature = "qcow2")]
+use blockio::{DiskSource, file::FileTable};
 
 #[cfg(feature = "qcow2")]
 use super::image::{ImageFile, is_image, open_layers};
