@@ -129,12 +129,17 @@ fn upgrade(host: &Host) -> Result<()> {
 fn kill(host: &Host) -> Result<()> {
     let process = host.process()?;
     host.run("systemctl kill --signal=KILL ringhaul@vm1")?;
+    wait_for_next(host, &process)?;
+    host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")
+}
+
+/// Waits until another process runs the service.
+fn wait_for_next(host: &Host, process: &str) -> Result<()> {
     retry(LIMIT, || {
         let now = host.process()?;
         ensure!(now != "0" && now != process, "the service has the process {now}");
         Ok(())
-    })?;
-    host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")
+    })
 }
 
 /// Without the store a kill disconnects the front-end.
@@ -150,11 +155,7 @@ fn a_kill_without_the_store_disconnects_front_ends() -> Result<()> {
         let process = host.process()?;
         host.run(text)?;
         host.run("systemctl kill --signal=KILL ringhaul@vm1")?;
-        retry(LIMIT, || {
-            let now = host.process()?;
-            ensure!(now != "0" && now != process, "the service has the process {now}");
-            Ok(())
-        })?;
+        wait_for_next(&host, &process)?;
         host.wait_for(VM, "StatusText", "1 export served, 0 with a front-end")?;
         ensure!(stored(&host)? == 0, "a descriptor without a user is stored");
         ensure!(driver.frontend.channel.receive()?.is_none(), "the front-end is connected");

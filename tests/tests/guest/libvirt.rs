@@ -14,7 +14,7 @@ use ringhaul_kit::system::print_skipped;
 use ringhaul_tools::process::{output, retry};
 use rustix::process::Signal;
 
-use super::{LIMIT, scenario};
+use super::{LIMIT, scenario, serve_vm1};
 
 const PAGE: &str = "guide/recipes/libvirt.md";
 
@@ -89,12 +89,7 @@ impl Scene {
     }
 
     fn serve(&self) -> Result<Running> {
-        let mut command = ringhaul()?;
-        command.args(["serve", "--name", "vm1", "--socket-path"]);
-        command.arg(self.folders.socket("disk.sock")).arg("--blk-file");
-        command.arg(self.folders.path("vm1.img"));
-        command.arg("--control").arg(self.folders.socket("control"));
-        Running::serve(&mut command)
+        serve_vm1(&self.folders)
     }
 
     /// The folder of the sockets, as in the page.

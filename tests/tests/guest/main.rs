@@ -29,6 +29,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, TestFolders, serve};
 use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, QemuCrashed, Vm, VmOptions};
 use ringhaul_kit::server::{Cache, Engine, Export, Program, Server};
 use tempfile::TempDir;
@@ -391,4 +392,11 @@ fn reboot_and_replace() -> Result<()> {
     vm.power_off(LIMIT)?;
     check_clean_exit(&mut server)?;
     check_file_system(&export.file)
+}
+
+/// Serves the disk of the recipes, with a control socket.
+fn serve_vm1(folders: &TestFolders) -> Result<Running> {
+    let mut command = serve(&folders.socket("disk.sock"), &folders.path("vm1.img"))?;
+    command.args(["--name", "vm1", "--control"]).arg(folders.socket("control"));
+    Running::serve(&mut command)
 }

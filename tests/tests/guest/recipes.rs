@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
+use ringhaul_kit::cli::{Running, TestFolders};
 use ringhaul_kit::guest::{
     Accelerator, Image, KERNEL_OPTIONS, KVM_DISK_BYTES, KvmGuest, Vm, VmOptions, Vmm, lacks_kvm,
 };
@@ -17,7 +17,7 @@ use ringhaul_tools::workspace::find_program;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::{LIMIT, scenario};
+use super::{LIMIT, scenario, serve_vm1};
 
 /// Folders and files of the pages.
 const SOCKETS: &str = "/run/ringhaul-vm1";
@@ -41,12 +41,7 @@ impl Scene {
     }
 
     fn serve(&self) -> Result<Running> {
-        let mut command = ringhaul()?;
-        command.args(["serve", "--name", "vm1", "--socket-path"]);
-        command.arg(self.folders.socket("disk.sock")).arg("--blk-file");
-        command.arg(self.folders.path("vm1.img"));
-        command.arg("--control").arg(self.folders.socket("control"));
-        Running::serve(&mut command)
+        serve_vm1(&self.folders)
     }
 
     /// An example in the folders of this scene.
