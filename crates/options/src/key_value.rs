@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The same error with the key of the faulty value.
+    /// Adds the key of the faulty value.
     fn with_key(self, key: &str) -> Self {
         Self::Other(match self {
             Self::UnknownWord { word, expected } => {

@@ -332,7 +332,7 @@ fn is_answer(error: &clap::Error) -> bool {
     !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
 }
 
-/// Returns true for `--version`, whose answer depends on the machine. `-V` gives the number alone.
+/// Returns true for `--version`, which also describes the machine. `-V` gives the number alone.
 fn is_long_version(error: &clap::Error, arguments: &[OsString]) -> bool {
     error.kind() == ErrorKind::DisplayVersion && arguments.iter().any(|word| word == "--version")
 }

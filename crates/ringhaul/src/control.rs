@@ -294,7 +294,7 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// When an export cannot be taken over. The other process has lost nothing.
+    /// When an export cannot be taken over. The old process has lost nothing.
     pub(crate) fn take_over(
         &self,
         taken: Vec<(ExportSetup, ExportProgress)>,
@@ -426,7 +426,7 @@ impl DiskLock<'_> {
 impl Drop for DiskLock<'_> {
     fn drop(&mut self) {
         let (id, place) = (self.id, self.place);
-        // The place is free for the next command, whose orders follow this one.
+        // The place is free for the next command, and orders of that command follow this one.
         self.control.order(OrderKind::Change, move |all| all.end_change(id, place));
     }
 }

@@ -201,8 +201,8 @@ pub struct ServeArgs {
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
     /// Serve metrics for Prometheus over HTTP at this address, such as 127.0.0.1:9750, or on the
-    /// Unix socket unix:PATH: /metrics, /-/healthy and /-/ready. Everybody who can connect reads
-    /// the names of all exports.
+    /// Unix socket unix:PATH: /metrics, /-/healthy and /-/ready. Each client reads the names
+    /// of all exports.
     #[arg(help_heading = "Socket", long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
     /// Keep the changes of control commands in this file, for the next start: exports, units,
@@ -241,7 +241,7 @@ pub struct ServeArgs {
     #[arg(help_heading = "Socket", long)]
     pub print_capabilities: bool,
     /// Let the service manager keep the connections and the memory of front-ends, so that guests
-    /// lose nothing when the daemon is killed, whatever their VMM does. `on` needs
+    /// of every VMM lose nothing when the daemon is killed. `on` needs
     /// `FileDescriptorStoreMax=` in the unit of systemd; `auto`: if systemd 254 or later states
     /// that it stores descriptors.
     #[arg(help_heading = "Socket", long, value_name = "WHEN", default_value = "auto")]

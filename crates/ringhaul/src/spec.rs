@@ -280,7 +280,7 @@ pub struct ExportSettings {
     #[serde(flatten)]
     pub rules: QosSpec,
     /// The files that a member of the `--control-group` has named. `None`: root or the user of the
-    /// daemon has named them, and the disk may open all that it names.
+    /// daemon has named them, and the disk may open each file that it names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub files: Option<Vec<FileRecord>>,
 }

@@ -10,8 +10,8 @@ use crate::daemon::format::FORMATS;
 use crate::process::FEATURES;
 
 /// The version, the commit if the build has recorded it, the features, and facts about this
-/// machine: engines, the library of Ceph, the kernel. The formats of takeovers are those that this
-/// version reads and writes.
+/// machine: engines, the library of Ceph, the kernel. This version reads and writes the
+/// listed formats of takeovers.
 #[must_use]
 pub fn describe(commit: Option<&str>) -> String {
     let mut engines: Vec<String> = Vec::new();

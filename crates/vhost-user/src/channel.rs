@@ -413,7 +413,7 @@ mod tests {
         }
     }
 
-    /// The other process has the socket, too.
+    /// The new process has the socket, too.
     #[test]
     fn a_lent_socket_is_not_shut_down() {
         for is_lent in [true, false] {

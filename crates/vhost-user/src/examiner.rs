@@ -129,7 +129,7 @@ impl Examiner {
         self.closes.run(Box::new(move || drop(value)));
     }
 
-    /// Calls `map` on a thread. It is not called if the caller has dropped the result by then.
+    /// Calls `map` on a thread. It is not called if the caller drops the result before.
     pub(super) fn map<T: Send + 'static>(
         &self,
         map: impl FnOnce() -> T + Send + 'static,

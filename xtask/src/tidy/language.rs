@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::tables::{self, MAX_ABSTRACT, MAX_OPENINGS, MAX_WORDS};
+use super::tables::{self, MAX_ABSTRACT, MAX_ABSTRACT_OF_PAGE, MAX_OPENINGS, MAX_WORDS};
 use super::{Problem, Source};
 
 /// Folders and pages whose language is checked as one. Each crate is one more.
@@ -88,6 +88,9 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
                 let what = format!("a sentence of more than {MAX_WORDS} words");
                 problems.push(source.problem(*line, what, "divide it: one idea per sentence"));
             }
+            if source.has_extension("md") {
+                problems.extend(page_excess(source, &counts));
+            }
             total.add(&counts);
             let weight = |counts: &Counts| counts.abstract_words + counts.openings;
             if worst.as_ref().is_none_or(|(_, most)| weight(&counts) > weight(most)) {
@@ -110,6 +113,14 @@ fn crates(sources: &[Source]) -> BTreeSet<&str> {
 
 fn is_in(path: &str, area: &str) -> bool {
     path == area || path.strip_prefix(area).is_some_and(|rest| rest.starts_with('/'))
+}
+
+/// The problem of a page with too many abstract words.
+fn page_excess(page: &Source, counts: &Counts) -> Option<Problem> {
+    let most = (MAX_ABSTRACT_OF_PAGE * counts.words / 1000).max(1);
+    let what = format!("{} abstract words on this page", counts.abstract_words);
+    let advice = format!("at most {most}: name the thing");
+    (counts.abstract_words > most).then(|| page.problem(1, what, advice))
 }
 
 /// The problems of an area, shown at the file that contributes most.
@@ -302,6 +313,21 @@ mod tests {
     }
 
     #[test]
+    fn a_page_above_its_ceiling_is_a_problem() {
+        let source = |words: usize, bad: usize| {
+            let text = [vec!["word"; words - bad], vec!["what"; bad]].concat().join(" ");
+            Source { path: "docs/a.md".to_owned(), text: text + ".\n" }
+        };
+        for (words, most) in [(10, 1), (333, 1), (667, 2), (1000, 3)] {
+            for (bad, is_problem) in [(most, false), (most + 1, true)] {
+                let page = source(words, bad);
+                let found = page_excess(&page, &count(&page).unwrap());
+                assert_eq!(found.is_some(), is_problem, "{bad} of {words} words");
+            }
+        }
+    }
+
+    #[test]
     fn an_area_above_a_ceiling_is_a_problem() {
         let source =
             |path: &str, text: &str| Source { path: path.to_owned(), text: text.to_owned() };
@@ -310,7 +336,7 @@ mod tests {
             source("README.md", "A disk serves a guest."),
         ];
         let found: Vec<String> = check(&sources).into_iter().map(|found| found.file).collect();
-        assert_eq!(found, ["docs/a.md"]);
+        assert_eq!(found, ["docs/a.md", "docs/a.md"]);
         for area in ["tools", "crates/a", "crates/a-b"] {
             let sources = [source(&format!("{area}/src/a.rs"), "/// It is.\nfn a() {}\n")];
             let found: Vec<String> = check(&sources).into_iter().map(|found| found.what).collect();

@@ -210,11 +210,14 @@ pub(super) const FLOORS: &[Floors] = &[
     },
 ];
 
-/// Abstract words in 1,000 words of comments or of a page. Each ceiling may only fall.
-pub(super) const MAX_ABSTRACT: usize = 5;
+/// Abstract words in 1,000 words of comments or pages of an area. Each ceiling may only fall.
+pub(super) const MAX_ABSTRACT: usize = 2;
+
+/// Abstract words in 1,000 words of one page. A short page may have one.
+pub(super) const MAX_ABSTRACT_OF_PAGE: usize = 3;
 
 /// Doc comments that open with a pronoun or a question word, in percent.
-pub(super) const MAX_OPENINGS: usize = 3;
+pub(super) const MAX_OPENINGS: usize = 1;
 
 /// Words of a sentence.
 pub(super) const MAX_WORDS: usize = 35;

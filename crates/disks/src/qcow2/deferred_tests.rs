@@ -41,7 +41,7 @@ fn kinds() -> Vec<Kind> {
     // An image with pointers to its data, though there is none.
     let inner = new_image("preallocation=metadata", DISK_BYTES / 2);
     let part = |below, _| DiskSource::raw(below, 0, None).unwrap();
-    let mut kinds = vec![
+    let kinds = vec![
         Kind { name: "nothing", start: vec![1; 512], open: |below, _| below },
         Kind { name: "an image", start: inner.clone(), open: image },
         Kind {

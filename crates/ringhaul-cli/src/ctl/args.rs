@@ -129,7 +129,7 @@ pub(crate) enum CtlCommand {
         #[arg(value_name = "KEY=VALUE")]
         changes: Vec<String>,
     },
-    /// Print what exports have served and IoThreads have done.
+    /// Print the counters of exports and IoThreads.
     #[command(after_help = examples::CTL_STATS)]
     Stats,
     /// Show rates and latencies of all exports, again and again.

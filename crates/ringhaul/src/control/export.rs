@@ -47,7 +47,7 @@ pub(super) enum Polled {
     Session(usize),
 }
 
-/// One device and its front-ends, which come one at a time.
+/// A device and its front-ends, which come one at a time.
 pub(super) struct Export {
     pub(super) spec: ExportSpec,
     pub(super) disks: Vec<DiskSource>,

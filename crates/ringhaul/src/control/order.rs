@@ -20,7 +20,7 @@ use crate::spec::command::CommandError;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{EndpointSpec, ExportSettings, UnitPlace};
 
-/// One device and the source of its front-ends.
+/// A device and the source of its front-ends.
 pub struct ExportSetup {
     /// Its place in the log.
     pub log: Arc<ExportLog>,
@@ -103,12 +103,12 @@ pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 /// The kind of an order, which decides when a hand-over holds it up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OrderKind {
-    /// It changes no export.
+    /// Changes no export.
     Query,
     Change,
-    /// It ends all exports.
+    /// Ends all exports.
     End,
-    /// It is a step of a hand-over.
+    /// A step of a hand-over.
     HandOver,
 }
 

@@ -247,7 +247,7 @@ impl Stages {
         self.hand_over_ended.notify_all();
     }
 
-    /// The reason that exports cannot change any more.
+    /// The reason that exports can no longer change.
     pub(super) fn end_reason(&self) -> CommandError {
         match self.record.lock().phase {
             Phase::HandedOver(process) => CommandError::HandedOver(process),

@@ -28,7 +28,7 @@ use crate::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, FileRecord, UnitPlace, UnitSpec,
 };
 
-/// The rights of a client. Each role has those of the roles before it.
+/// The rights of a client. Each role includes the roles before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Role {
     /// A member of the `--control-read-group` queries.
@@ -101,9 +101,9 @@ impl Access {
     }
 
     /// Checks that a member may give this command. Takes the files of its disks out of `files`, and
-    /// opens the others in the allowed folders. The specification of each disk gets the record of
-    /// its files, so that a later process opens these files alone. `export` are the settings of the
-    /// export that gets a unit.
+    /// opens the remaining ones in the allowed folders. The specification of each disk gets the
+    /// record of its files, so that a later process opens these files alone. `export` are the
+    /// settings of the export that gets a unit.
     ///
     /// # Errors
     ///

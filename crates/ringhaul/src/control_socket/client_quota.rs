@@ -1,7 +1,7 @@
 //! Limits on the clients of the control socket.
 //!
-//! Each role has places of its own: members of the groups cannot take those of root and the user of
-//! the daemon. So an owner can give commands, however many members are connected.
+//! Each role has places of its own: members of the groups take no place of root and of the daemon's
+//! user. So an owner can give commands, however many members are connected.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +28,7 @@ struct Usage {
     subscribers: Arc<AtomicUsize>,
 }
 
-/// One place of a limited number, until it is dropped.
+/// A place of a limited number, until it is dropped.
 pub(super) struct Place(Arc<AtomicUsize>);
 
 /// The slot of a client, until it is dropped.

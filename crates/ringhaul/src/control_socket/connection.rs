@@ -361,7 +361,7 @@ mod tests {
         }
     }
 
-    /// The limits are those of the whole line: progress does not renew them.
+    /// The limits are for the whole line: progress does not renew them.
     #[test]
     fn a_client_that_makes_little_progress_is_dropped_too() {
         let short = Duration::from_millis(50);

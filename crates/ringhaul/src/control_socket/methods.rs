@@ -57,11 +57,11 @@ static METHODS: [&dyn Method; 19] = [
 /// The effect of a method, and the time that it may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// It changes nothing and does not wait.
+    /// Changes nothing and does not wait.
     Query,
-    /// It changes nothing and may wait.
+    /// Changes nothing and may wait.
     Wait,
-    /// It does not wait.
+    /// Does not wait.
     Change,
     /// A change that may wait for a disk or a guest.
     MayWait,

@@ -40,7 +40,7 @@ impl Schemas {
     }
 }
 
-/// Translates descriptions, which are those of Rust types: `None` is null in JSON, and links have
+/// Translates descriptions of Rust types: `None` is null in JSON, and links have
 /// no meaning there.
 fn plain(mut schema: Value) -> Value {
     change_texts(&mut schema, &|key, text| {

@@ -279,7 +279,7 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// When the failure of one ends the others, too.
+    /// When the failure of one ends the whole start.
     fn without_failed<T>(
         &self,
         results: impl IntoIterator<Item = Result<T, FailedExport>>,

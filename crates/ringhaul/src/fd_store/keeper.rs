@@ -25,12 +25,12 @@ struct Kept {
     /// The number of the record's file.
     record: Number,
     stash: Stash,
-    /// The descriptors of the last state, and those of the one that has begun.
+    /// The descriptors of the last state, and of the one that has begun.
     known: HashMap<RawFd, Number>,
 }
 
 impl Keeper {
-    /// Has the service manager store a new stash under this name.
+    /// Asks the service manager to store a new stash under this name.
     pub(super) fn new(name: String, export: ExportSpec) -> io::Result<Self> {
         let (file, mut stash) = (RecordFile::new()?, Stash::new(name)?);
         let record = stash.put(file.as_fd())?;

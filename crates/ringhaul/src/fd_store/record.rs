@@ -1,5 +1,5 @@
 //! The record of a session in a memory file: two halves, the newer of which is valid. A process
-//! that is killed while it writes one leaves the other.
+//! that is killed while it writes one half leaves the older half valid.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -89,7 +89,7 @@ fn an_answer_that_was_sent_is_not_in_the_record() {
     assert_eq!(output_of(&read(&file)), json!([1, 2, 3]));
     file.note_sent().unwrap();
     assert_eq!(output_of(&read(&file)), json!([]));
-    // The next answer is another one.
+    // The next answer differs.
     file.write(&record(2, &[4])).unwrap();
     assert_eq!(output_of(&read(&file)), json!([4]));
 }

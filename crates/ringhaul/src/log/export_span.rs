@@ -46,7 +46,7 @@ impl<S: Subscriber + for<'span> LookupSpan<'span>> Layer<S> for ExportNames {
     }
 }
 
-/// The name of the export in whose span an event happens.
+/// The name of the export around an event.
 pub(super) fn current_export<S, N>(context: &FmtContext<'_, S, N>) -> Option<String>
 where
     S: Subscriber + for<'span> LookupSpan<'span>,

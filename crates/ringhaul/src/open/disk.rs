@@ -247,7 +247,7 @@ fn take_file(
     let direct = fcntl_getfl(&file)
         .map(|flags| flags.contains(OFlags::DIRECT))
         .with_context(|| format!("cannot use the descriptor of {}", path.display()))?;
-    // The other process fell back to the page cache if direct I/O did not work.
+    // The old process fell back to the page cache if direct I/O did not work.
     let cache = if direct == options.direct { wanted } else { CacheMode::Writeback };
     let options = DiskOptions { direct, ..options.clone() };
     Ok((DiskHandOver::open(file, path, &options)?, cache))

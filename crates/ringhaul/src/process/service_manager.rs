@@ -122,7 +122,7 @@ pub(crate) fn status(text: &str) {
     report(|status| text.clone_into(&mut status.state));
 }
 
-/// Reports a problem of the daemon, before its state, until another one or `None` takes its place.
+/// Reports a problem of the daemon, before its state, until the next problem or `None`.
 pub(crate) fn problem(text: Option<String>) {
     report(|status| status.problem = text);
 }
@@ -143,7 +143,7 @@ pub(crate) fn alive() {
 }
 
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
-/// this process for the end of the service, and ends the other process.
+/// this process for the end of the service, and ends the new process.
 pub(crate) fn main_process(process: u32) {
     tell(
         &format!("MAINPID={process}\n"),
@@ -165,7 +165,7 @@ pub(crate) fn store(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_with(&path, &text, STORE_PATIENCE, fds)
 }
 
-/// Has the manager forget all descriptors of this name.
+/// Asks the manager to forget all descriptors of this name.
 pub(crate) fn forget(name: &str) {
     let text = format!("FDSTOREREMOVE=1\nFDNAME={name}\n");
     tell(&text, STORE_PATIENCE, "that a front-end has gone");

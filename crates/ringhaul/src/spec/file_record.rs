@@ -101,7 +101,7 @@ impl FileRecord {
                 && (self.inode, self.created_ns, self.disk_sequence)
                     == (found.inode, found.created_ns, found.disk_sequence);
         }
-        // The numbers of a block device are those of a node in memory.
+        // The numbers of a block device belong to a node in memory.
         if self.boot_id == found.boot_id {
             return *self == *found;
         }

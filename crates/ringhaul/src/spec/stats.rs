@@ -29,7 +29,7 @@ pub struct ExportStats {
     pub name: String,
     /// The sum of all its queues, earlier front-ends included.
     pub served: Served,
-    /// The same sum for each kind of request, with latencies.
+    /// Sums for each kind of request, with latencies.
     pub operations: Vec<OperationStats>,
     /// Unanswered requests of all queues.
     pub depth: u64,

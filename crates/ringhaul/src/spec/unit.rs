@@ -96,7 +96,7 @@ pub enum UnitNames {
 pub enum StopRule {
     /// A stop has the effect of a flush.
     Ignore,
-    /// A stop takes the disk away from all that share it, until a start.
+    /// A stop takes the disk away from all its users, until a start.
     Obey,
 }
 

@@ -45,8 +45,8 @@ pub(crate) struct TakeoverRequest {
     params: Value,
 }
 
-/// Hands everything over to the process at the other end. If a step fails before that process has
-/// announced the takeover, this one resumes.
+/// Hands everything over to the new process, at the far end. If a step fails before that process
+/// has announced the takeover, this one resumes.
 ///
 /// # Errors
 ///

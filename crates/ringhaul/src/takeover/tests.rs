@@ -163,7 +163,7 @@ impl Old {
     }
 }
 
-/// Hands over to the process at the other end, like the control socket. Returns its error.
+/// Hands over to the process at the far end, like the control socket. Returns its error.
 fn serve_taker(daemon: &Arc<Daemon>, stream: UnixStream) -> Option<String> {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     let mut line = Vec::new();
@@ -226,7 +226,7 @@ fn every_visible_part_of_an_export_is_taken_over() {
         taken.resume(&new)
     });
     assert_eq!((details(&new), settings(&new)), (exports, set));
-    // A client that has started a third process learns that another one has taken over.
+    // A client that has started a third process learns of the second one's takeover.
     let process = std::process::id();
     let taken = SuccessorProgress { has_asked: true, has_taken_over: true };
     assert_eq!(wait(&old.daemon, process, Duration::ZERO).unwrap(), taken);
@@ -328,7 +328,7 @@ fn a_takeover_that_fails_at_any_step_changes_nothing() {
     }
 }
 
-/// The new process opens the image by itself, as another one that starts.
+/// The new process opens the image by itself, as at any start.
 #[test]
 #[cfg(feature = "qcow2")]
 fn an_image_is_left_as_closed_for_the_new_process() {

@@ -197,7 +197,7 @@ fn add(args: &ServeArgs, threads: &[Thread], engine: EngineKind) -> Result<(), C
             continue;
         }
         let added = thread.remote.call(move |io| {
-            // The ring that it may have is all that it needs.
+            // A ring that it may have is enough.
             io.add_engine(config).inspect(|_| {
                 if engine == EngineKind::IoUring {
                     sandbox::deny_rings();

@@ -1,4 +1,4 @@
-//! The owner of the exports: this process or, after a takeover, another one.
+//! The owner of the exports: this process or, after a takeover, its successor.
 
 mod gate;
 

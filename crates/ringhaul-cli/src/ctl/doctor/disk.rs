@@ -72,14 +72,14 @@ fn warning(disk: &DiskDetails) -> Option<Finding> {
     Some(Finding::new(Level::Warning, "disk-content", figure, remedy))
 }
 
-/// An engine that another one stands in for. The reason is the error of that engine.
+/// A fallback: the preferred engine failed with the error in `engine_reason`.
 fn engine_fallback(disk: &DiskDetails) -> Option<Finding> {
     let (engine, reason) = (disk.engine.as_ref()?, disk.engine_reason.as_ref()?);
     let is_fallback = reason.contains("cannot set up") || reason.contains(" failed: ");
     if !is_fallback {
         return None;
     }
-    // io_uring is the better engine of most disks, but the other one could not be tried.
+    // io_uring is the better engine of most disks, but its rival could not be tried.
     let level = if engine == "io_uring" { Level::Note } else { Level::Warning };
     let figure = format!("{} has the engine {engine}: {reason}", name_of(disk));
     let remedy = "remove the cause, then restart the daemon (docs/guide/service.md, limits)";

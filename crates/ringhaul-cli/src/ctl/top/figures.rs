@@ -82,7 +82,7 @@ impl Figures {
     }
 }
 
-/// The growth of a counter, which may have begun anew.
+/// The growth of a counter, which may have restarted at 0.
 fn growth(before: u64, after: u64) -> u64 {
     after.checked_sub(before).unwrap_or(after)
 }
@@ -240,7 +240,7 @@ mod tests {
         stats
     }
 
-    /// A thread with these counters, and all others at 0.
+    /// A thread with these counters; the rest is 0.
     fn thread_of(counters: Value) -> LoopStats {
         let spread = || json!({ "median": 0, "p99": 0, "p999": 0, "max": 0 });
         let operations = || json!({ "count": 0, "errors": 0, "bytes": 0, "latency-ns": spread() });

@@ -27,7 +27,7 @@ pub(super) struct Link {
 /// The process of a daemon.
 pub(super) struct DaemonProcess {
     pub(super) id: Pid,
-    /// Refers to the process even if another one gets its id.
+    /// Refers to the process even if a new process gets its id.
     pub(super) fd: OwnedFd,
     /// The user and the group that the kernel reports.
     pub(super) user: u32,
@@ -60,9 +60,9 @@ impl Link {
         self.receiver.fds(count).map_err(|error| self.unanswered(error.into()))
     }
 
-    /// Returns the process at the other end. The kernel vouches for its id: a process that sends
-    /// another one would make root take its rights. The user and group of the process must be those
-    /// of the listening socket: a program that the daemon starts may answer with more rights.
+    /// Returns the process at the far end. The kernel vouches for its id: with a forged id, root
+    /// would take the rights of a foreign process. Its user and group must equal the owner of the
+    /// listening socket: a program that the daemon starts may answer with more rights.
     pub(super) fn daemon(&mut self) -> Result<DaemonProcess> {
         set_socket_passcred(self.receiver.stream(), true)?;
         self.send("ping", &json!({}))?;
@@ -132,7 +132,7 @@ fn check_owner(owner: (u32, u32), sender: (u32, u32)) -> Result<()> {
     Ok(())
 }
 
-/// Reads a line whose sender the kernel reports.
+/// Reads a line and its sender as the kernel reports it.
 fn receive_line(stream: &UnixStream) -> Result<(Vec<u8>, UnixCredentials)> {
     let (mut line, mut sender) = (Vec::new(), None);
     while line.last() != Some(&b'\n') {

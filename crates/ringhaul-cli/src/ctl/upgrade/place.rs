@@ -46,7 +46,7 @@ pub(super) struct Place {
     limits: Vec<(&'static str, Resource, Rlimit)>,
     oom: String,
     nice: i32,
-    /// The namespaces that differ from those of this process.
+    /// The namespaces that this process is not in.
     namespaces: Vec<(&'static str, LinkNameSpaceType, File)>,
     /// The root folder, if it differs.
     root: Option<OwnedFd>,
@@ -87,8 +87,8 @@ impl Place {
         })
     }
 
-    /// Checks that the process has the rights of this user and group alone. One that runs a set-uid
-    /// program would have others.
+    /// Checks that the process has the rights of this user and group alone. A set-uid program would
+    /// have more.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl Place {
         sched_setaffinity(None, &cpus).context("cannot set the daemon's CPUs")
     }
 
-    /// Takes the rights of the place, and no others.
+    /// Takes exactly the rights of the place.
     ///
     /// # Errors
     ///
@@ -263,12 +263,12 @@ fn join(cgroup: &Result<PathBuf>) -> Result<()> {
     joined.with_context(|| format!("cannot join the daemon's control group, {}", path.display()))
 }
 
-/// The control groups of the daemon that are not those of this process.
+/// The control groups of the daemon that this process is not in.
 fn cgroups(daemon: &str, own: &str) -> Result<Vec<Result<PathBuf>>> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").context("cannot read mountinfo")?;
     let own = groups_by_hierarchy(own);
     let differing = groups_by_hierarchy(daemon).into_iter().filter(|(hierarchy, path)| {
-        // A hierarchy that only the other list has appeared between two reads.
+        // A hierarchy that is missing in one list appeared between the two reads.
         own.get(hierarchy).is_some_and(|own| own != path)
     });
     Ok(differing.map(|(hierarchy, path)| members_file(&mounts, hierarchy, path)).collect())
@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(cgroups(daemon, "3:memory:/a\n2:name=systemd:/x\n0::/c\n").unwrap().len(), 1);
     }
 
-    /// A service manager would not know the new process, and would kill it or start another one.
+    /// A service manager would not know the new process, and would kill it or start its service.
     #[test]
     fn a_control_group_is_vital_where_a_service_manager_identifies_the_daemon_by_it() {
         let folder = tempfile::tempdir().unwrap();

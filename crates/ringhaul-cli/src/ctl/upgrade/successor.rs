@@ -84,7 +84,7 @@ impl Successor {
         command.arg0("ringhaul").arg(COMMAND).env_clear();
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null());
         let child = command.spawn().context("cannot start a process")?;
-        // This process must not keep the other end open.
+        // This process must not keep the far end open.
         drop(command);
         let successor = Self(Some(child));
         let DaemonProcess { id, fd, user, group } = daemon;
@@ -172,7 +172,7 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     Err(execute(&program, &start))
 }
 
-/// Checks that the process has not ended: another one might have its id.
+/// Checks that the process has not ended: a new process might have its id.
 fn check_runs(process: &OwnedFd) -> Result<()> {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
     match poll(&mut fds, Some(&Timespec::default()))? {
@@ -192,7 +192,7 @@ fn execute(program: &Path, start: &SuccessorStart) -> Error {
     Error::new(error).context(format!("cannot start {}", program.display()))
 }
 
-/// Checks that the options are those on the log: a daemon chooses no others for the new program.
+/// Checks that all options are about the log: a daemon chooses nothing else for its successor.
 fn check_log_options(options: &[String]) -> Result<()> {
     let is_known =
         |option: &&String| option.starts_with("--log=") || option.starts_with("--log-format=");
@@ -203,8 +203,7 @@ fn check_log_options(options: &[String]) -> Result<()> {
 }
 
 /// Returns true for a variable that this program or a library of it reads. Code inside the sandbox
-/// of the old process could set others, such as those of the loader, and would leave the sandbox by
-/// them.
+/// of the old process could set variables of the loader, for example, and so leave the sandbox.
 fn is_kept(name: &str) -> bool {
     const PREFIXES: [&str; 3] = ["LC_", "RINGHAUL_", "CEPH_"];
     PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || VARIABLES.contains(&name)

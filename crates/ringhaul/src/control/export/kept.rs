@@ -9,7 +9,7 @@ use crate::fd_store::KilledSession;
 use crate::socket::Endpoint;
 
 impl Export {
-    /// Has the service manager keep the session from now on.
+    /// Asks the service manager to keep the session from now on.
     pub(in crate::control) fn keep_session(&mut self) {
         // An inherited connection is not continued: its export ends with the process.
         let is_listening = self.endpoint.as_ref().and_then(Endpoint::listener).is_some();
@@ -25,7 +25,7 @@ impl Export {
         }
     }
 
-    /// Has the service manager forget the session: another process continues it.
+    /// Asks the service manager to forget the session: another process continues it.
     pub(in crate::control) fn stop_keeping(&mut self) {
         self.session.iter_mut().for_each(Session::stop_keeping);
     }

@@ -40,7 +40,7 @@ impl Exports {
 
     /// Ends the control thread without ending the exports, which `process` serves.
     pub(in crate::control) fn release(&mut self, process: u32) {
-        // Dropping the exports would end what the new process serves. The end of this process
+        // Dropping the exports would end the sessions of the new process. The end of this process
         // closes everything.
         std::mem::forget(std::mem::take(&mut self.list));
         self.stages.close(Some(process));

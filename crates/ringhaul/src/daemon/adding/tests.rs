@@ -38,7 +38,7 @@ fn leave(disk: DiskSource) -> (UnixStream, UnixStream) {
     pair
 }
 
-/// Exports may be added while another one is waited for. Its late failure does not end them.
+/// A slow disk holds up no later export, and its failure does not end them.
 #[test]
 fn exports_that_cannot_be_served_end_no_others() {
     [false, true].into_iter().for_each(fail_beside_others);

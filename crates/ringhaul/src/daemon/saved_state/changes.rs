@@ -161,7 +161,7 @@ impl Changes {
     /// Notes an export that was added or removed.
     pub(super) fn record_export(&mut self, name: &str, base: &[ExportSpec], live: &[ExportSpec]) {
         let now = live.iter().find(|export| export.is_called(name));
-        // The given name may be the socket of a removed export, which another one has now.
+        // The given name may be the socket of a removed export, which a new export has now.
         self.exports.retain(|change| !change.adds(name));
         let name = now.map_or_else(|| name.to_owned(), ExportSpec::name);
         // The base keeps its removal beside the export of another command in its place, which may

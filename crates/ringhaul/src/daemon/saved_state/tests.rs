@@ -176,13 +176,13 @@ fn one_daemon_has_the_file_at_a_time() {
         drop(state);
         waits.join().unwrap().unwrap();
     });
-    // A daemon that takes over reads it while the other one has it.
+    // A daemon that takes over reads it while the old one has it.
     let (_state, _) = start(&path, &[], &none);
     let (_, changes) = StateFile::take_over(&path).unwrap();
     assert!(changes.exports.iter().any(|change| change.adds("two")));
 }
 
-/// Such a file may hang, or be written by another program meanwhile.
+/// Such a file may hang, or change while the daemon reads it.
 #[test]
 fn a_file_of_another_kind_or_format_is_refused_and_stays() {
     let folder = tempfile::tempdir().unwrap();
@@ -276,7 +276,7 @@ fn an_export_that_was_changed_and_then_removed_stays_removed() {
     assert_eq!((&merged.exports[..], merged.log_lines), (&base[..], vec![]));
 }
 
-/// The name of an export is its socket unless it has another one.
+/// The name of an export is its socket by default.
 #[test]
 fn an_export_is_kept_without_a_name_that_repeats_its_socket() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! The limits of a disk as they are written down.
 //!
-//! The words are those of QEMU: `iops` and `bps`, each `-total`, `-read` and `-write`; with `-max`
+//! The words are QEMU's: `iops` and `bps`, each `-total`, `-read` and `-write`; with `-max`
 //! the rate of a burst, with `-max-length` its seconds.
 
 use std::num::NonZeroU64;

@@ -19,7 +19,7 @@ fn begin(scene: &mut Scene, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
     scene.connection.handle(Message { header, body, fds, lost_fds: None })
 }
 
-/// Such a message may look like another one without a descriptor.
+/// Such a message may look like one without a descriptor.
 #[test]
 fn a_message_whose_descriptors_are_lost_is_refused() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -109,7 +109,7 @@ fn descriptors_count_until_they_are_given_up() {
     scene.end();
 }
 
-/// Says all that starts ring 1, except for its enabling.
+/// Sends all messages that start ring 1, except its enabling.
 fn set_up_ring(scene: &mut Scene, features: u64) {
     use Request::*;
     for (request, fds) in [

@@ -310,7 +310,7 @@ fn only_a_front_end_that_has_said_nothing_yet_must_speak_soon() {
     }
 }
 
-/// The other process has the socket, too.
+/// The new process has the socket, too.
 #[test]
 fn only_the_process_that_continues_a_session_closes_its_connection() {
     for has_resumed in [false, true] {
@@ -359,7 +359,7 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     scene.end();
 }
 
-/// Queues beyond those of the device would be forgotten.
+/// Queues beyond the device's number would be forgotten.
 #[test]
 fn a_session_with_another_number_of_queues_is_refused() {
     for queues in [1, QUEUES + 1] {
