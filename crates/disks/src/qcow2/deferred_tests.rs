@@ -52,22 +52,27 @@ fn kinds() -> Vec<Kind> {
         Kind { name: "a part", start: vec![1; 512], open: part },
     ];
     #[cfg(feature = "luks")]
-    kinds.push(Kind {
+    let kinds = kinds.into_iter().chain(encrypted_kinds()).collect();
+    kinds
+}
+
+#[cfg(feature = "luks")]
+fn encrypted_kinds() -> [Kind; 2] {
+    let encrypted = Kind {
         name: "an encrypted disk",
         start: header(|_| ()),
         open: |below, _| crate::luks::open(below, &options(false)).unwrap(),
-    });
-    #[cfg(feature = "luks")]
-    kinds.push(Kind {
-        name: "what looks like no image on an encrypted disk",
+    };
+    let no_image = Kind {
+        name: "an encrypted disk whose content is no image",
         start: header(|_| ()),
         open: |below, _| {
             let disk = crate::luks::open(below, &options(false)).unwrap();
             assert!(crate::qcow2::image_header(&disk).unwrap().is_none());
             disk
         },
-    });
-    kinds
+    };
+    [encrypted, no_image]
 }
 
 fn content(thread: &IoThread, source: &DiskSource) -> Vec<u8> {
