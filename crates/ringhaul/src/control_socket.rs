@@ -78,8 +78,7 @@ impl RequestsInProgress {
 
     /// Waits until no request is in progress, for at most `limit`.
     fn wait(&self, limit: Duration) {
-        let count = self.count.lock();
-        drop(self.decreased.wait_timeout_while(count, limit, |count| *count > 0));
+        drop(self.count.wait_timeout_while(&self.decreased, limit, |count| *count > 0));
     }
 }
 

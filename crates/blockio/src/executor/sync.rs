@@ -30,6 +30,28 @@ impl<T> Lock<T> {
     pub fn lock(&self) -> std::sync::MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+
+    /// Waits at `changed`, which belongs to this lock, until `condition` of the value is false.
+    pub fn wait_while(
+        &self,
+        changed: &std::sync::Condvar,
+        condition: impl FnMut(&mut T) -> bool,
+    ) -> std::sync::MutexGuard<'_, T> {
+        let value = changed.wait_while(self.lock(), condition);
+        value.unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Like [`wait_while`](Self::wait_while), for `time` at most: then `condition` may still be
+    /// true.
+    pub fn wait_timeout_while(
+        &self,
+        changed: &std::sync::Condvar,
+        time: std::time::Duration,
+        condition: impl FnMut(&mut T) -> bool,
+    ) -> std::sync::MutexGuard<'_, T> {
+        let value = changed.wait_timeout_while(self.lock(), time, condition);
+        value.unwrap_or_else(std::sync::PoisonError::into_inner).0
+    }
 }
 
 /// An eventfd with which other threads wake an IoThread.

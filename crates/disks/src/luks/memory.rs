@@ -5,7 +5,7 @@
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
-use std::sync::{Condvar, PoisonError};
+use std::sync::Condvar;
 
 use blockio::executor::Lock;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap_anonymous, munmap};
@@ -58,10 +58,8 @@ impl KibBudget {
     /// Waits until `kib` KiB are free. A demand for more than there is gets all of it.
     pub(super) fn take(&self, kib: u32) -> Reservation<'_> {
         let kib = kib.min(self.limit_kib);
-        let mut state = self.state.lock();
-        let number = state.take_number();
-        let state = self.changed.wait_while(state, |state| !state.try_reserve(number, kib));
-        drop(state.unwrap_or_else(PoisonError::into_inner));
+        let number = self.state.lock().take_number();
+        drop(self.state.wait_while(&self.changed, |state| !state.try_reserve(number, kib)));
         // The rest may be enough for the next demand.
         self.changed.notify_all();
         Reservation { memory: self, kib }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::sync::{Arc, Condvar, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::thread;
 use std::time::Instant;
 
@@ -91,8 +91,7 @@ impl Lookup {
     fn wait(&self, until: Instant) -> Option<Answer> {
         let left = until.saturating_duration_since(Instant::now());
         let is_missing = |answer: &mut Option<Answer>| answer.is_none();
-        let waited = self.is_there.wait_timeout_while(self.answer.lock(), left, is_missing);
-        waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+        self.answer.wait_timeout_while(&self.is_there, left, is_missing).clone()
     }
 }
 
@@ -120,8 +119,7 @@ mod tests {
     /// A resolver that hangs until the test releases it.
     fn hang(_: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         ASKED.fetch_add(1, Ordering::Relaxed);
-        let answers = ANSWERS.0.lock();
-        drop(ANSWERS.1.wait_while(answers, |answers| !*answers).unwrap());
+        drop(ANSWERS.0.wait_while(&ANSWERS.1, |answers| !*answers));
         Ok(vec![SocketAddr::new([127, 0, 0, 1].into(), port)])
     }
 

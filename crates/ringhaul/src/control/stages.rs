@@ -4,7 +4,7 @@
 //! export claims it there when its disks are open, and the control thread serves it. So the opener
 //! asks the control thread once. Dropping an export, in any stage, frees its name and its socket.
 
-use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, MutexGuard};
 use std::time::Instant;
 
 use blockio::executor::Lock;
@@ -268,8 +268,7 @@ impl Stages {
     /// Waits for the end of a hand-over.
     fn decided(&self) -> MutexGuard<'_, Record> {
         let is_undecided = |record: &mut Record| record.phase == Phase::HandingOver;
-        let record = self.hand_over_ended.wait_while(self.record.lock(), is_undecided);
-        record.unwrap_or_else(PoisonError::into_inner)
+        self.record.wait_while(&self.hand_over_ended, is_undecided)
     }
 }
 

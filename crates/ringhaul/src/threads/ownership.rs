@@ -4,7 +4,7 @@ mod gate;
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, MutexGuard};
 use std::time::Duration;
 
 use blockio::executor::Lock;
@@ -140,8 +140,7 @@ impl Ownership {
     /// When another process has taken over.
     pub(crate) fn await_ours(&self) -> Result<OursGuard<'_>, CommandError> {
         let is_undecided = |state: &mut Owner| matches!(state, Owner::Undecided);
-        let state = self.changed.wait_while(self.state.lock(), is_undecided);
-        let state = state.unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.wait_while(&self.changed, is_undecided);
         match &*state {
             Owner::Theirs(successor) => Err(CommandError::HandedOver(successor.process)),
             Owner::Ours | Owner::Undecided => Ok(OursGuard(state)),
@@ -193,8 +192,7 @@ impl Ownership {
     /// Waits at most `wait` for another process to take over, and returns its id.
     pub(crate) fn wait_transferred(&self, wait: Duration) -> Option<u32> {
         let has_not = |state: &mut Owner| !matches!(state, Owner::Theirs(_));
-        let waited = self.changed.wait_timeout_while(self.state.lock(), wait, has_not);
-        match &*waited.unwrap_or_else(PoisonError::into_inner).0 {
+        match &*self.state.wait_timeout_while(&self.changed, wait, has_not) {
             Owner::Theirs(successor) => Some(successor.process),
             Owner::Ours | Owner::Undecided => None,
         }

@@ -1,7 +1,7 @@
 //! Commands, changes and hand-overs, which wait for each other.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, PoisonError};
+use std::sync::Condvar;
 use std::time::Duration;
 
 use blockio::executor::Lock;
@@ -67,8 +67,7 @@ impl<T> Gate<T> {
     pub(super) fn begin_command(&self) {
         let is_closed = |state: &mut State<T>| state.is_closed;
         let limit = self.limits.hand_over;
-        let waited = self.changed.wait_timeout_while(self.state.lock(), limit, is_closed);
-        waited.unwrap_or_else(PoisonError::into_inner).0.commands += 1;
+        self.state.wait_timeout_while(&self.changed, limit, is_closed).commands += 1;
     }
 
     pub(super) fn end_command(&self) {
