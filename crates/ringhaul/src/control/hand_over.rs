@@ -80,6 +80,7 @@ impl Export {
                     file: fds.put_some(format!("disk of {name}"), disk.hand_over().descriptor())?,
                     size_bytes: disk.info().size_bytes,
                     engine: disk.preferred_engine().map(|engine| engine.to_string()),
+                    engine_reason: disk.preference().map(|(_, reason)| reason.to_owned()),
                     files: (disk.hand_over().files().iter())
                         .map(|(path, file)| {
                             Ok((path.clone(), fds.put(path.display().to_string(), file)?))

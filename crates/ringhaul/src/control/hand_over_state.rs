@@ -32,6 +32,9 @@ pub(crate) struct HandedDisk {
     pub(crate) size_bytes: u64,
     /// The name of its engine.
     pub(crate) engine: Option<String>,
+    /// The reason for that engine. `None`: the old process does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) engine_reason: Option<String>,
     /// Files that a third program has opened for the disk, with their paths.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) files: Vec<(PathBuf, FdIndex)>,
@@ -68,6 +71,13 @@ pub(crate) struct ExportProgress {
     pub(super) device: DeviceState,
     /// The device's files with reservations.
     pub(super) reservations: Vec<Option<FdIndex>>,
+}
+
+impl HandedExport {
+    /// Drops the reasons for engines, for a process that does not understand them.
+    pub(crate) fn forget_engine_reasons(&mut self) {
+        self.disks.iter_mut().for_each(|disk| disk.engine_reason = None);
+    }
 }
 
 impl ExportProgress {

@@ -14,11 +14,13 @@ use crate::spec::settings::SettingsChange;
 /// The format in which this version describes itself. Raise it whenever the stored sample is no
 /// longer understood, or written in another way, and store a new sample. Versions that do not fit
 /// are then refused before any queue stops.
-pub(crate) const FORMAT: u32 = 6;
-/// The previous format, which lacks only the counters.
+pub(crate) const FORMAT: u32 = 7;
+/// The format that lacks only the reasons for engines.
+const WITHOUT_ENGINE_REASONS: u32 = 6;
+/// The format that lacks the counters besides.
 const WITHOUT_COUNTERS: u32 = 5;
 /// The formats that this version understands and writes, the best one first.
-pub(crate) const FORMATS: [u32; 2] = [FORMAT, WITHOUT_COUNTERS];
+pub(crate) const FORMATS: [u32; 3] = [FORMAT, WITHOUT_ENGINE_REASONS, WITHOUT_COUNTERS];
 
 /// The method that begins a takeover.
 pub(crate) const BEGIN: &str = "takeover";
@@ -50,6 +52,16 @@ pub(crate) struct Description {
     pub(crate) control: Option<EndpointState>,
     pub(crate) exports: Vec<HandedExport>,
     pub(crate) opening: Vec<HandedOpening>,
+}
+
+impl Description {
+    /// Leaves out the parts that a process of this format does not understand.
+    pub(crate) fn for_format(mut self, format: u32) -> Self {
+        if format <= WITHOUT_ENGINE_REASONS {
+            self.exports.iter_mut().for_each(HandedExport::forget_engine_reasons);
+        }
+        self
+    }
 }
 
 /// The start of a process.
@@ -86,7 +98,7 @@ pub(crate) struct PausedState {
 impl PausedState {
     /// Leaves out the parts that a process of this format does not understand.
     pub(crate) fn for_format(mut self, format: u32) -> Self {
-        if format == WITHOUT_COUNTERS {
+        if format <= WITHOUT_COUNTERS {
             self.start_time = None;
             self.exports.iter_mut().for_each(ExportProgress::forget_totals);
         }
@@ -124,8 +136,11 @@ mod tests {
     use super::*;
 
     const SAMPLE: &str = include_str!("format/sample.json");
-    /// The sample of the previous format.
+    /// The samples of earlier formats.
+    const SAMPLE_6: &str = include_str!("format/sample-6.json");
     const SAMPLE_5: &str = include_str!("format/sample-5.json");
+    const SAMPLES: [(&str, u32); 3] =
+        [(SAMPLE, FORMAT), (SAMPLE_6, WITHOUT_ENGINE_REASONS), (SAMPLE_5, WITHOUT_COUNTERS)];
 
     fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {
         let sample: Value = serde_json::from_str(sample).unwrap();
@@ -135,28 +150,34 @@ mod tests {
     /// A failure means that another version would not understand this one: raise [`FORMAT`].
     #[test]
     fn the_formats_match_the_stored_samples() {
-        for (sample, format) in [(SAMPLE, FORMAT), (SAMPLE_5, WITHOUT_COUNTERS)] {
+        for (sample, format) in SAMPLES {
             let (description, stored): (Description, _) = parsed(sample, "description");
-            assert_eq!(serde_json::to_value(description).unwrap(), stored);
+            assert_eq!(serde_json::to_value(description).unwrap(), stored, "format {format}");
             let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
-            let written = serde_json::to_value(paused_state.for_format(format)).unwrap();
-            assert_eq!(written, stored);
+            assert_eq!(serde_json::to_value(paused_state).unwrap(), stored, "format {format}");
         }
-        assert_eq!(FORMAT, 6, "the sample is of this format");
+        assert_eq!(FORMAT, 7, "the sample is of this format");
     }
 
     #[test]
-    fn a_process_of_the_format_before_receives_no_counters() {
-        let (paused_state, _): (PausedState, Value) = parsed(SAMPLE, "standstill");
-        let (_, stored): (PausedState, Value) = parsed(SAMPLE_5, "standstill");
-        let written = serde_json::to_value(paused_state.for_format(WITHOUT_COUNTERS)).unwrap();
-        assert_eq!(written, stored);
+    fn a_process_of_an_earlier_format_receives_only_the_parts_that_it_knows() {
+        for (older, format) in SAMPLES {
+            let (description, _): (Description, Value) = parsed(SAMPLE, "description");
+            let (_, stored): (Description, Value) = parsed(older, "description");
+            let written = serde_json::to_value(description.for_format(format)).unwrap();
+            assert_eq!(written, stored, "format {format}");
+            let (paused_state, _): (PausedState, Value) = parsed(SAMPLE, "standstill");
+            let (_, stored): (PausedState, Value) = parsed(older, "standstill");
+            let written = serde_json::to_value(paused_state.for_format(format)).unwrap();
+            assert_eq!(written, stored, "format {format}");
+        }
         for (formats, common) in [
-            (&[6, 5][..], Some(6)),
+            (&[7, 6, 5][..], Some(7)),
+            (&[6, 5], Some(6)),
             (&[5], Some(5)),
-            (&[7, 6], Some(6)),
+            (&[8, 7], Some(7)),
             (&[4], None),
-            (&[7], None),
+            (&[8], None),
         ] {
             assert_eq!(common_format(formats), common, "{formats:?}");
         }

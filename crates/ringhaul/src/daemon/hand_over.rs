@@ -221,7 +221,7 @@ impl Daemon {
                 let file = (file.map(File::from), files);
                 wanted.push((disk, file, *size_bytes, span.clone()));
             }
-            engines.extend(handed.into_iter().map(|disk| disk.engine));
+            engines.extend(handed.into_iter().map(|disk| (disk.engine, disk.engine_reason)));
             specs.push(spec);
         }
         let disks = take_disks(wanted)?;

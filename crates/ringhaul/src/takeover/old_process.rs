@@ -108,7 +108,7 @@ fn describe(
         exports: described.exports,
         opening,
     };
-    conversation.answer(&description, &fds)?;
+    conversation.answer(&description.for_format(format), &fds)?;
     Ok(DescribedState { generation: described.generation, format })
 }
 

@@ -49,19 +49,21 @@ pub(crate) enum EngineChoice {
     Best(Choice),
 }
 
-/// Chooses an engine for each disk: the requested one, the one that the disk `had` in the previous
+/// The name of the engine that a disk had in the previous process, and the reason for it.
+pub(crate) type PreviousEngine = (Option<String>, Option<String>);
+
+/// Chooses an engine for each disk: the requested one, the one that the disk had in the `previous`
 /// process, or the best one in a trial. Disks that are alike share one trial, and all trials run
 /// side by side.
 pub(crate) fn choose(
     args: &ServeArgs,
     disks: &[OpenDisk],
-    previous: &[Option<String>],
+    previous: &[PreviousEngine],
 ) -> Vec<EngineChoice> {
     if let Some(engine) = args.engine.kind() {
         return disks.iter().map(|_| EngineChoice::AsAsked(engine)).collect();
     }
-    let previous: Option<Vec<EngineChoice>> =
-        previous.iter().map(|previous| from_previous(previous.as_deref()?)).collect();
+    let previous: Option<Vec<EngineChoice>> = previous.iter().map(from_previous).collect();
     if let Some(chosen) = previous
         && chosen.len() == disks.len()
     {
@@ -103,11 +105,20 @@ fn try_all(disks: &[OpenDisk], tried: &[usize]) -> BTreeMap<usize, Choice> {
     choices
 }
 
-/// Returns the engine with this name.
-fn from_previous(name: &str) -> Option<EngineChoice> {
+/// The start of the reason for an engine that a previous process has chosen.
+const AS_BEFORE: &str = "as in the previous process";
+
+/// Returns the engine that a disk had in the previous process. The reason for it stays: it may be a
+/// fault of the machine that a restart mends.
+fn from_previous((name, reason): &PreviousEngine) -> Option<EngineChoice> {
+    let name = name.as_deref()?;
     let all = [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads];
     let engine = all.into_iter().find(|engine| engine.to_string() == name)?;
-    let why = "as in the previous process".to_owned();
+    let why = match reason.as_deref() {
+        None => AS_BEFORE.to_owned(),
+        Some(reason) if reason.starts_with(AS_BEFORE) => reason.to_owned(),
+        Some(reason) => format!("{AS_BEFORE}: {reason}"),
+    };
     Some(EngineChoice::Best(Choice { engine, why, has_failed: false }))
 }
 
