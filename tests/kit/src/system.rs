@@ -102,11 +102,22 @@ impl Tmpfs {
     /// # Errors
     /// If it cannot be mounted.
     pub fn mount(bytes: u64) -> Result<Self> {
+        Self::mount_kind(&["-t", "tmpfs", "-o", &format!("size={bytes}")])
+    }
+
+    /// Mounts a file system of the kind `ramfs`, which refuses direct I/O and has no limit.
+    ///
+    /// # Errors
+    /// If it cannot be mounted.
+    pub fn mount_without_direct_io() -> Result<Self> {
+        Self::mount_kind(&["-t", "ramfs"])
+    }
+
+    fn mount_kind(options: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir().context("making a folder to mount on")?;
         let path = folder.path().to_str().context("a folder with an odd name")?;
         let restore = RestoreOnDrop::schedule("umount --lazy \"$1\"", &[path], Stdio::null())?;
-        let options = format!("size={bytes}");
-        run("mount", &["-t", "tmpfs", "-o", &options, "ringhaul-test", path])?;
+        run("mount", &[options, &["ringhaul-test", path]].concat())?;
         Ok(Self { _restore: restore, folder })
     }
 

@@ -4,13 +4,10 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{
-    Finished, READY, Running, TestFolders, ringhaul, ringhaul_under, run, serve,
-};
+use ringhaul_kit::cli::{Finished, READY, Running, TestFolders, ringhaul, run, serve};
 use ringhaul_kit::frontend::{Frontend, Setup, protocol_feature};
 use serde_json::Value;
 
-use super::throttling::{begin_writes, end_writes};
 use crate::{DISK_BYTES, test_folders};
 
 fn start(folders: &TestFolders, options: &[&str]) -> Result<Running> {
@@ -27,14 +24,14 @@ fn doctor(folders: &TestFolders, words: &[&str]) -> Result<Finished> {
 }
 
 /// The findings about the export `vm`, or with `None` about the host.
-fn findings(folders: &TestFolders, export: Option<&str>) -> Result<Vec<Value>> {
+pub(super) fn findings(folders: &TestFolders, export: Option<&str>) -> Result<Vec<Value>> {
     let answer: Value = serde_json::from_str(&doctor(folders, &["--json"])?.stdout)?;
     let all = answer["findings"].as_array().context("no list")?.iter();
     Ok(all.filter(|finding| finding["export"].as_str() == export).cloned().collect())
 }
 
 /// A front-end with an inflight region, as QEMU has it.
-fn healthy() -> Setup {
+pub(super) fn healthy() -> Setup {
     let usual = Setup::default();
     let region = protocol_feature::INFLIGHT_SHMFD;
     let protocol_features = usual.protocol_features.map(|features| features | region);
@@ -90,49 +87,6 @@ fn a_front_end_without_an_inflight_region_is_found() -> Result<()> {
             return Ok(());
         }
     }
-}
-
-#[test]
-fn requests_that_wait_for_limits_are_found() -> Result<()> {
-    let folders = test_folders()?;
-    let _daemon = start(&folders, &["--limits", "bps-total=256K"])?;
-    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &healthy())?;
-    begin_writes(&mut frontend, 8)?;
-    let found = loop {
-        // The waits of some requests end only after the first looks.
-        let found = findings(&folders, Some("vm"))?;
-        if !found.is_empty() {
-            break found;
-        }
-    };
-    ensure!(found.len() == 1 && found[0]["finding"] == "throttled", "{found:#?}");
-    let figure = found[0]["figure"].as_str().unwrap_or_default();
-    ensure!(figure.contains("limits: bps-total=262144"), "{figure}");
-    end_writes(&mut frontend, 0..8)
-}
-
-/// The rings of io_uring are locked memory, so another engine stands in.
-#[test]
-fn little_locked_memory_and_its_effect_are_found() -> Result<()> {
-    let folders = test_folders()?;
-    let words = ["prlimit", "--memlock=65536", "setpriv", "--bounding-set=-ipc_lock"];
-    let mut command = ringhaul_under(&words)?;
-    command.arg("serve").arg("--socket-path").arg(folders.socket("vm.sock")).arg("--blk-file");
-    command.arg(folders.disk("disk.img", DISK_BYTES)?).args(["--name", "vm", "--control"]);
-    let mut daemon = Running::start(command.arg(folders.socket("control")))?;
-    daemon.wait_for(READY)?;
-    let is_there = |found: &[Value], name: &str, words: &str| {
-        let mut found = found.iter().filter(|finding| finding["finding"] == name);
-        found.any(|finding| finding["figure"].as_str().is_some_and(|it| it.contains(words)))
-    };
-    // Some kernels do not count the rings.
-    if !daemon.stderr().contains("engine io_uring: ") {
-        let found = findings(&folders, None)?;
-        ensure!(is_there(&found, "locked-memory", "may lock 64 KiB"), "{found:#?}");
-        let found = findings(&folders, Some("vm"))?;
-        ensure!(is_there(&found, "engine-fallback", "cannot set up io_uring"), "{found:#?}");
-    }
-    Ok(())
 }
 
 /// Everything that a bug report needs is in one file, for its owner only.

@@ -15,6 +15,7 @@ mod demo;
 mod disk_kinds;
 mod disks;
 mod doctor;
+mod doctor_findings;
 mod documented;
 mod format_warnings;
 mod held_writes;
