@@ -27,7 +27,7 @@ use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtqueue::driver::{self, Desc};
-use virtqueue::{GuestMemory, InflightRegion};
+use virtqueue::{GuestMemory, InflightRegion, RingLayout};
 
 const DISK_BYTES: u64 = 1 << 20;
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -163,7 +163,7 @@ impl Guest {
         let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?);
         let (kick, call) = (new_eventfd()?, new_eventfd()?);
         let region = GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?;
-        let region = InflightRegion::new(Arc::new(region), 3, RING.size)?;
+        let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 3, RING.size)?;
         let inflight = is_marked.then(|| region.queue(0)).transpose()?;
         let setup = QueueSetup {
             memory: Arc::clone(&memory),

@@ -15,7 +15,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use virtqueue::driver::{Desc, Driver, Used};
 use virtqueue::{
     AnswerPlace, GuestMemory, InflightAccount, InflightRegion, MappingRules, QueueConfig, Recovery,
-    RegionConfig,
+    RegionConfig, RingLayout,
 };
 
 use crate::device::Device;
@@ -156,7 +156,8 @@ impl Scene {
     /// Makes queues that start from now on mark requests in an inflight region.
     pub(crate) fn mark_requests(&mut self) -> InflightAccount {
         let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let account = InflightRegion::new(region, 1, RING.size).unwrap().queue(0).unwrap();
+        let account =
+            InflightRegion::new(region, RingLayout::Split, 1, RING.size).unwrap().queue(0).unwrap();
         self.inflight.insert(account).clone()
     }
 

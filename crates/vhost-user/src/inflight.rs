@@ -25,7 +25,7 @@ impl Inflight {
     /// The region that this memory holds.
     pub(super) fn new(area: InflightArea, memory: SharedMemory) -> Result<Self, InflightError> {
         let SharedMemory { map, files } = memory;
-        let region = InflightRegion::new(map, area.queues, area.queue_size)?;
+        let region = InflightRegion::new(map, RingLayout::Split, area.queues, area.queue_size)?;
         Ok(Self { region, area, files })
     }
 

@@ -9,12 +9,12 @@ use crate::memory::{
 };
 
 /// The chain continues at `next` (virtio 1.3, section 2.7.5).
-const DESC_F_NEXT: u16 = 1;
+pub(crate) const DESC_F_NEXT: u16 = 1;
 /// The device writes the buffer.
-const DESC_F_WRITE: u16 = 2;
+pub(crate) const DESC_F_WRITE: u16 = 2;
 
 /// Bytes of a descriptor, in the type of an indirect table's length.
-const DESCRIPTOR_LEN: u32 = 16;
+pub(crate) const DESCRIPTOR_LEN: u32 = 16;
 
 /// The most bytes of a chain. A driver must not make longer ones (virtio 1.3, section 2.7.5.2), and
 /// used lengths have 32 bits.
@@ -43,8 +43,27 @@ pub struct Chain {
     pub memory: LocalMemory,
 }
 
-/// Walks the chain that starts at `head`, and leaves its buffers in the translator. Returns the
-/// fault of a chain that has an end but cannot be carried out.
+/// The links from descriptor to descriptor, which differ by the layout of the ring.
+pub(crate) trait Links: Sized {
+    /// The facts about a chain that only its walk finds.
+    type Found;
+
+    /// Returns the first descriptor that names a buffer.
+    fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError>;
+
+    /// Returns the descriptor after one that names a buffer, or `None` at the end of the chain.
+    fn after(
+        &mut self,
+        translator: &mut Translator,
+        descriptor: Descriptor,
+    ) -> Result<Option<Descriptor>, QueueError>;
+
+    /// Returns the facts, at the end of the chain.
+    fn found(self) -> Self::Found;
+}
+
+/// Walks the chain of a split ring that starts at `head`, and leaves its buffers in the translator.
+/// Returns the fault of a chain that has an end but cannot be carried out.
 ///
 /// # Errors
 ///
@@ -56,19 +75,28 @@ pub(crate) fn walk(
     indirect: bool,
 ) -> Result<Option<ChainFault>, QueueError> {
     translator.start_chain();
-    let mut links = Links { head, left: translator.entries(), indirect, in_indirect: false };
+    let links = SplitLinks { head, left: translator.entries(), indirect, in_indirect: false };
+    walk_links(translator, links).map(|(fault, ())| fault)
+}
+
+/// Walks a chain along `links`, like [`walk`]. The translator has started the chain.
+#[inline]
+pub(crate) fn walk_links<L: Links>(
+    translator: &mut Translator,
+    mut links: L,
+) -> Result<(Option<ChainFault>, L::Found), QueueError> {
     let mut descriptor = links.first(translator)?;
     let mut writable_seen = false;
     loop {
         let direction = direction(descriptor);
         if direction == Direction::Readable && writable_seen {
-            return links.find_end(translator, descriptor, ChainFault::ReadableAfterWritable);
+            return find_end(links, translator, descriptor, ChainFault::ReadableAfterWritable);
         }
         writable_seen = direction == Direction::Writable;
         if descriptor.len > 0
             && let Err(fault) = translator.append(direction, descriptor.addr, descriptor.len)
         {
-            return links.find_end(translator, descriptor, fault);
+            return find_end(links, translator, descriptor, fault);
         }
         match links.after(translator, descriptor)? {
             Some(next) => descriptor = next,
@@ -78,9 +106,9 @@ pub(crate) fn walk(
     if translator.bytes() > MAX_BYTES {
         let bytes = translator.bytes();
         translator.shrink_to_answer_place();
-        return Ok(Some(ChainFault::TooLong { bytes }));
+        return Ok((Some(ChainFault::TooLong { bytes }), links.found()));
     }
-    Ok(None)
+    Ok((None, links.found()))
 }
 
 /// Makes a chain of the buffers in the translator.
@@ -95,9 +123,8 @@ fn direction(descriptor: Descriptor) -> Direction {
     if descriptor.flags & DESC_F_WRITE != 0 { Direction::Writable } else { Direction::Readable }
 }
 
-/// The links between descriptors: through the queue's table, and at its end at most one indirect
-/// table.
-struct Links {
+/// The links of a split ring: through the queue's table, and at its end at most one indirect table.
+struct SplitLinks {
     head: u16,
     /// The number of descriptors that the chain may still have in this table without a loop.
     left: u16,
@@ -106,7 +133,9 @@ struct Links {
     in_indirect: bool,
 }
 
-impl Links {
+impl Links for SplitLinks {
+    type Found = ();
+
     #[inline]
     fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
         let (head, entries) = (self.head, translator.entries());
@@ -115,7 +144,6 @@ impl Links {
         self.resolve(translator, first)
     }
 
-    /// Returns the descriptor after one that names a buffer, or `None` at the end of the chain.
     #[inline]
     fn after(
         &mut self,
@@ -138,6 +166,11 @@ impl Links {
         self.resolve(translator, descriptor).map(Some)
     }
 
+    #[inline]
+    fn found(self) {}
+}
+
+impl SplitLinks {
     /// Returns the descriptor itself, or the first one of the table that it names (virtio 1.3,
     /// section 2.7.5.3). The `WRITE` flag of such a descriptor has no meaning.
     #[inline]
@@ -177,34 +210,34 @@ impl Links {
             None => Err(QueueError::IndirectUnmapped { head, addr, len }),
         }
     }
+}
 
-    /// Continues after a fault in `descriptor`, to find the end of the chain and the place of its
-    /// answer.
-    #[cold]
-    #[inline(never)]
-    fn find_end(
-        mut self,
-        translator: &mut Translator,
-        mut descriptor: Descriptor,
-        fault: ChainFault,
-    ) -> Result<Option<ChainFault>, QueueError> {
-        let place = translator.shrink_to_answer_place();
-        let mut is_intact = direction(descriptor) == Direction::Readable;
-        loop {
-            let Descriptor { addr, len, .. } = descriptor;
-            if direction(descriptor) == Direction::Writable && len > 0 {
-                match place {
-                    AnswerPlace::LastByte => translator.replace_with_last_byte(addr, len),
-                    AnswerPlace::Front => {
-                        let adds = |t: &mut Translator| t.append(Direction::Writable, addr, len);
-                        is_intact = is_intact && adds(translator).is_ok();
-                    }
+/// Continues after a fault in `descriptor`, to find the end of the chain and the place of its
+/// answer.
+#[cold]
+#[inline(never)]
+fn find_end<L: Links>(
+    mut links: L,
+    translator: &mut Translator,
+    mut descriptor: Descriptor,
+    fault: ChainFault,
+) -> Result<(Option<ChainFault>, L::Found), QueueError> {
+    let place = translator.shrink_to_answer_place();
+    let mut is_intact = direction(descriptor) == Direction::Readable;
+    loop {
+        let Descriptor { addr, len, .. } = descriptor;
+        if direction(descriptor) == Direction::Writable && len > 0 {
+            match place {
+                AnswerPlace::LastByte => translator.replace_with_last_byte(addr, len),
+                AnswerPlace::Front => {
+                    let adds = |t: &mut Translator| t.append(Direction::Writable, addr, len);
+                    is_intact = is_intact && adds(translator).is_ok();
                 }
             }
-            match self.after(translator, descriptor)? {
-                Some(next) => descriptor = next,
-                None => return Ok(Some(fault)),
-            }
+        }
+        match links.after(translator, descriptor)? {
+            Some(next) => descriptor = next,
+            None => return Ok((Some(fault), links.found())),
         }
     }
 }

@@ -134,7 +134,7 @@ pub enum MemoryError {
     },
 }
 
-/// A part of a split virtqueue (virtio 1.3, section 2.7).
+/// A part of a virtqueue (virtio 1.3, section 2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RingPart {
     /// The Descriptor Area.
@@ -342,6 +342,26 @@ pub enum QueueError {
     IndirectWithNext {
         /// Head of the chain.
         head: u16,
+    },
+    /// An indirect descriptor beside others, in a packed ring.
+    #[error("chain {head} has an indirect descriptor beside others")]
+    IndirectNotAlone {
+        /// Head of the chain.
+        head: u16,
+    },
+    /// A buffer id that the device holds already, in a packed ring.
+    #[error("buffer id {id} is made available again while the device holds it")]
+    DuplicateId {
+        /// The id.
+        id: u16,
+    },
+    /// A place in a packed ring that does not exist, from a front-end.
+    #[error("the ring continues at descriptor {slot}, outside of its {size}")]
+    Base {
+        /// The descriptor.
+        slot: u16,
+        /// Entries of the ring.
+        size: u16,
     },
     /// An indirect table whose length is zero, not a multiple of 16, or too large.
     #[error("chain {head} has an indirect table of {len} bytes, not 1 to {max} descriptors of 16")]

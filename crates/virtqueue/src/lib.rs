@@ -1,8 +1,9 @@
-//! Guest memory and split virtqueues, device side.
+//! Guest memory and virtqueues, split and packed, device side.
 //!
 //! The crate knows rings and memory, and does no disk I/O. A device builds a [`GuestMemory`] from
 //! the regions that it receives. On the thread that serves the queue, it wraps the map in a
-//! [`LocalMemory`] and makes a [`SplitQueue`]. Then it pops [`Chain`]s, moves data through their
+//! [`LocalMemory`] and makes a [`SplitQueue`], a [`PackedQueue`], or a [`Virtqueue`] of either
+//! layout. Then it pops [`Chain`]s, moves data through their
 //! [`Buffers`](iomem::Buffers), pushes used elements, and publishes them once for each batch:
 //!
 //! ```
@@ -46,8 +47,7 @@
 //! An access to memory that its owner truncated raises SIGBUS. After [`install_sigbus_handler`],
 //! queues with rings in such memory stop instead, and requests with buffers in it fail.
 //!
-//! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, section 2.7. Packed
-//! virtqueues are not supported; ARCHITECTURE.md lists the places that they would touch.
+//! The crate is for 64-bit Linux. It follows the virtio 1.3 specification, sections 2.7 and 2.8.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest addresses and lengths are 64 bits wide and must fit a usize");
@@ -55,22 +55,28 @@ compile_error!("guest addresses and lengths are 64 bits wide and must fit a usiz
 mod budget;
 mod chain;
 pub mod death;
+mod descriptor_ring;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod error;
 mod inflight;
 mod memory;
+mod packed;
+mod position;
 mod region;
 mod rings;
 mod sigbus;
 mod split;
+mod virtqueue;
 
 pub use budget::MappingBudget;
 pub use chain::Chain;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
 pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
 pub use memory::{AnswerPlace, GuestMemory, LocalMemory, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
+pub use packed::PackedQueue;
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use rings::AvailIdx;
 pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{QueueConfig, SplitQueue};
+pub use virtqueue::Virtqueue;

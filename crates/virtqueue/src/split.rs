@@ -22,7 +22,8 @@ const AVAIL_F_NO_INTERRUPT: u16 = 1;
 /// The device wants no kicks; not used with event idx (virtio 1.3, section 2.7.8).
 const USED_F_NO_NOTIFY: u16 = 1;
 
-/// The driver's set-up of a queue.
+/// The driver's set-up of a queue. The fields have the names of a split queue's parts;
+/// [`PackedQueue::new`](crate::PackedQueue::new) states those of a packed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueConfig {
     /// Entries: a power of two from 1 to [`MAX_QUEUE_SIZE`].

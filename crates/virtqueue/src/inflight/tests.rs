@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use super::*;
 use crate::death::tests as death;
 use crate::driver::{Desc, Driver};
-use crate::memory::LocalMemory;
+use crate::memory::{LocalMemory, MAX_QUEUE_SIZE};
 use crate::split::{QueueConfig, SplitQueue};
 
 const SIZE: u16 = 8;
@@ -48,7 +48,7 @@ impl World {
         Self {
             driver: Driver::new(Arc::clone(&memory), RING),
             memory,
-            region: InflightRegion::new(region, 2, SIZE).unwrap(),
+            region: InflightRegion::new(region, RingLayout::Split, 2, SIZE).unwrap(),
             random: seed * 2 + 1,
             waiting: BTreeMap::new(),
             offered: 0,
@@ -330,7 +330,8 @@ fn a_region_has_room_for_its_accounts_and_for_no_others() {
     assert_eq!(InflightRegion::bytes(RingLayout::Split, 3, 128), 3 * (2048 + 64));
     assert_eq!(InflightRegion::bytes(RingLayout::Packed, 2, 128), 2 * (4096 + 64));
     let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-    let region = |queues, size| InflightRegion::new(Arc::clone(&memory), queues, size);
+    let region =
+        |queues, size| InflightRegion::new(Arc::clone(&memory), RingLayout::Split, queues, size);
     let longest = 0x1000 / 192;
     assert!(region(longest, 8).is_ok());
     let needed = u64::from(longest + 1) * 192;
@@ -383,7 +384,8 @@ fn a_note_is_for_the_next_process_if_there_is_room() {
     let bytes = InflightRegion::bytes_with_note(RingLayout::Split, 2, SIZE);
     for (bytes, has_room) in [(bytes, true), (bytes - 1, false)] {
         let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
-        let region = || InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
+        let region =
+            || InflightRegion::new(Arc::clone(&memory), RingLayout::Split, 2, SIZE).unwrap();
         assert_eq!(region().note(), None);
         for value in [0, 1, 7] {
             region().set_note(value);

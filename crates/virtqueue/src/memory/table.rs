@@ -50,9 +50,17 @@ impl Descriptor {
     /// Decodes the two words of a descriptor, which are little-endian as loaded.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "takes the fields of a word apart")]
-    fn from_words([low, high]: [u64; 2]) -> Self {
+    pub(crate) fn from_words([low, high]: [u64; 2]) -> Self {
         let (addr, rest) = (u64::from_le(low), u64::from_le(high));
         Self { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
+    }
+
+    /// Returns the descriptor of a packed ring that was decoded as one of a split ring. The two
+    /// last fields have changed places, and the buffer id is in place of the link (virtio 1.3,
+    /// section 2.8.13).
+    #[inline]
+    pub(crate) fn of_packed(self) -> Self {
+        Self { flags: self.next, next: self.flags, ..self }
     }
 }
 

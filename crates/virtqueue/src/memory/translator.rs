@@ -165,7 +165,7 @@ impl Translator {
 
     /// Prefetches only from the region of the last hit, where nearly all addresses are.
     #[inline]
-    fn prefetch(&self, addr: u64) {
+    pub(crate) fn prefetch(&self, addr: u64) {
         if let Some((host, _)) = self.last.tail(addr) {
             prefetch(host);
         }

@@ -2,14 +2,15 @@
 //! Every request comes back once and with the right data, and neither side sleeps for good.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use virtio_driver::virtqueue::{Virtqueue, VirtqueueLayout};
 use virtio_driver::{VirtioFeatureFlags, iovec};
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, SplitQueue};
+use virtqueue::driver::PACKED_START;
+use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue as Device};
 
 use crate::front_end::{Connection, Shared};
 use crate::ring::contents;
@@ -29,9 +30,9 @@ const SLOT_BYTES: usize = 2 * SEGMENTS * SEGMENT_BYTES;
 
 /// The lengths of the segments of one request.
 #[derive(Debug, Clone)]
-struct Shape {
-    to_device: Vec<usize>,
-    from_device: Vec<usize>,
+pub(crate) struct Shape {
+    pub(crate) to_device: Vec<usize>,
+    pub(crate) from_device: Vec<usize>,
 }
 
 impl Shape {
@@ -55,23 +56,28 @@ fn status_of(id: u64) -> u8 {
 }
 
 /// The driver, and its record of its requests.
-struct Driver<'a> {
+pub(crate) struct Driver<'a> {
     queue: Virtqueue<'a, Request>,
     /// The device's mapping, through which data is written and read. The driver's is a Rust slice.
-    memory: Arc<GuestMemory>,
+    pub(crate) memory: Arc<GuestMemory>,
     data: usize,
     free_slots: Vec<usize>,
     free_descriptors: usize,
     /// The id, slot and shape of each request in the device, by head.
-    pending: HashMap<u16, (u64, usize, Shape)>,
-    next_id: u64,
+    pub(crate) pending: HashMap<u16, (u64, usize, Shape)>,
+    pub(crate) next_id: u64,
 }
 
 impl<'a> Driver<'a> {
-    fn new(shared: Shared<'a>, size: u16, event_idx: bool) -> (Self, QueueConfig) {
-        let mut features = VirtioFeatureFlags::VERSION_1;
+    pub(crate) fn new(
+        shared: Shared<'a>,
+        layout: RingLayout,
+        size: u16,
+        event_idx: bool,
+    ) -> (Self, QueueConfig) {
+        let mut features = features_of(layout);
         features.set(VirtioFeatureFlags::RING_EVENT_IDX, event_idx);
-        let ring_bytes = ring_bytes(size);
+        let ring_bytes = ring_bytes(layout, size);
         let (ring, data) = shared.driver.split_at_mut(ring_bytes);
         let queue = Virtqueue::new(shared.translator, ring, size, features).expect("a good size");
         let config = QueueConfig {
@@ -81,7 +87,7 @@ impl<'a> Driver<'a> {
             used_ring: addr_of(queue.device_area_ptr()),
             event_idx,
             indirect: false,
-            next_avail: 0,
+            next_avail: start_of(layout),
         };
         let driver = Self {
             queue,
@@ -96,7 +102,7 @@ impl<'a> Driver<'a> {
     }
 
     /// Makes a request available without a kick. Returns false if there are too few descriptors.
-    fn submit(&mut self, shape: &Shape) -> bool {
+    pub(crate) fn submit(&mut self, shape: &Shape) -> bool {
         if shape.descriptors() > self.free_descriptors {
             return false;
         }
@@ -138,7 +144,7 @@ impl<'a> Driver<'a> {
     }
 
     /// Takes all completed requests and checks them. Returns their number.
-    fn complete(&mut self) -> usize {
+    pub(crate) fn complete(&mut self) -> usize {
         let completions: Vec<_> = self.queue.completions().collect();
         for completion in &completions {
             let (id, slot, shape) =
@@ -161,28 +167,43 @@ impl<'a> Driver<'a> {
     }
 
     /// Asks for calls. Returns true if there is a completed request to take already.
-    fn enable_calls(&mut self) -> bool {
+    pub(crate) fn enable_calls(&mut self) -> bool {
         self.queue.set_used_notif_enabled(true);
         // Without event idx, `virtio-driver` omits the full fence that this needs.
         fence(Ordering::SeqCst);
         self.queue.completions().has_next()
     }
 
-    fn needs_kick(&mut self) -> bool {
+    pub(crate) fn needs_kick(&mut self) -> bool {
         // As above.
         fence(Ordering::SeqCst);
         self.queue.avail_notif_needed()
     }
 }
 
-fn ring_bytes(size: u16) -> usize {
-    let features = VirtioFeatureFlags::VERSION_1;
-    let layout = VirtqueueLayout::new::<Request>(1, usize::from(size), features);
+fn features_of(layout: RingLayout) -> VirtioFeatureFlags {
+    let mut features = VirtioFeatureFlags::VERSION_1;
+    features.set(VirtioFeatureFlags::RING_PACKED, layout == RingLayout::Packed);
+    features
+}
+
+/// The place of the first chain.
+fn start_of(layout: RingLayout) -> u16 {
+    if layout == RingLayout::Packed { PACKED_START } else { 0 }
+}
+
+pub(crate) fn open(memory: Arc<GuestMemory>, layout: RingLayout, config: QueueConfig) -> Device {
+    Device::new(LocalMemory::new(memory), layout, config, start_of(layout))
+        .expect("the driver's set-up is good")
+}
+
+fn ring_bytes(layout: RingLayout, size: u16) -> usize {
+    let layout = VirtqueueLayout::new::<Request>(1, usize::from(size), features_of(layout));
     layout.expect("a good size").end_offset
 }
 
-fn shared_bytes(size: u16) -> usize {
-    ring_bytes(size) + usize::from(size) * SLOT_BYTES
+pub(crate) fn shared_bytes(layout: RingLayout, size: u16) -> usize {
+    ring_bytes(layout, size) + usize::from(size) * SLOT_BYTES
 }
 
 fn addr_of(pointer: *const u8) -> u64 {
@@ -190,7 +211,7 @@ fn addr_of(pointer: *const u8) -> u64 {
 }
 
 /// Serves a request as a device does: checks its data, and answers.
-fn serve(chain: &mut Chain) -> u32 {
+pub(crate) fn serve(chain: &mut Chain) -> u32 {
     assert_eq!(chain.fault, None);
     let written = u32::try_from(chain.writable.bytes()).expect("short segments");
     let mut header = [0; 16];
@@ -211,7 +232,7 @@ fn serve(chain: &mut Chain) -> u32 {
 /// between two accesses to the ring does.
 struct Model<'a> {
     driver: Driver<'a>,
-    device: SplitQueue,
+    device: Device,
     in_device: Vec<Chain>,
     unpublished: bool,
     kick: bool,
@@ -337,6 +358,7 @@ proptest! {
 
     #[test]
     fn requests_complete_in_any_order_and_no_wake_is_lost(
+        packed_size in prop::option::of(2..40_u16),
         bits in 1..6_u32,
         event_idx in any::<bool>(),
         steps in prop::collection::vec(
@@ -344,14 +366,16 @@ proptest! {
             0..400,
         ),
     ) {
-        let size = 1 << bits;
+        let layout = packed_size.map_or(RingLayout::Split, |_| RingLayout::Packed);
+        // A packed ring has any size.
+        let size = packed_size.unwrap_or(1 << bits);
         let mut connection = Connection::new();
-        let (driver, config) =
-            Driver::new(connection.share(shared_bytes(size)), size, event_idx);
-        let memory = LocalMemory::new(Arc::clone(&driver.memory));
+        let shared = connection.share(shared_bytes(layout, size));
+        let (driver, config) = Driver::new(shared, layout, size, event_idx);
+        let memory = Arc::clone(&driver.memory);
         let mut model = Model {
             driver,
-            device: SplitQueue::new(memory, config).expect("the driver's set-up is good"),
+            device: open(memory, layout, config),
             in_device: Vec::new(),
             unpublished: false,
             kick: false,
@@ -371,130 +395,4 @@ proptest! {
         }
         model.drain()?;
     }
-}
-
-/// The place where two threads sleep. It notices if neither will ever wake.
-#[derive(Default)]
-struct Bells {
-    state: Mutex<BellState>,
-    rung: Condvar,
-}
-
-#[derive(Default)]
-struct BellState {
-    /// Kick and call.
-    rung: [bool; 2],
-    asleep: [bool; 2],
-    /// True once nothing is outstanding, so that the device may end.
-    done: bool,
-}
-
-const KICK: usize = 0;
-const CALL: usize = 1;
-
-impl Bells {
-    fn ring(&self, bell: usize) {
-        self.state.lock().expect("no panic").rung[bell] = true;
-        self.rung.notify_all();
-    }
-
-    fn finish(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).done = true;
-        self.rung.notify_all();
-    }
-
-    /// Sleeps until the bell rings. Returns false if all is done.
-    fn sleep(&self, bell: usize) -> bool {
-        let mut state = self.state.lock().expect("the other thread is well");
-        state.asleep[bell] = true;
-        while !state.rung[bell] && !state.done {
-            let other = 1 - bell;
-            assert!(!state.asleep[other] || state.rung[other], "both sleep: a wake was lost");
-            state = self.rung.wait(state).expect("the other thread is well");
-        }
-        state.asleep[bell] = false;
-        state.rung[bell] = false;
-        !state.done
-    }
-}
-
-/// Wakes the remaining thread for good when this one ends, even by a failed assertion.
-struct Finish<'a>(&'a Bells);
-
-impl Drop for Finish<'_> {
-    fn drop(&mut self) {
-        self.0.finish();
-    }
-}
-
-/// Runs both sides on threads of their own until the 16-bit indexes have wrapped. Each side sleeps
-/// as soon as it may.
-fn run_threads(event_idx: bool, size: u16) {
-    const REQUESTS: u64 = 70_000;
-    let mut connection = Connection::new();
-    let (mut driver, config) = Driver::new(connection.share(shared_bytes(size)), size, event_idx);
-    let memory = Arc::clone(&driver.memory);
-    let bells = Bells::default();
-    std::thread::scope(|scope| {
-        let device = scope.spawn(|| device_thread(memory, config, &bells));
-        let finish = Finish(&bells);
-        let shape = Shape { to_device: vec![3], from_device: vec![5] };
-        let mut completed = 0;
-        while completed < REQUESTS {
-            let batch = driver.next_id % 3 + 1;
-            let mut submitted = 0;
-            while submitted < batch && driver.next_id < REQUESTS && driver.submit(&shape) {
-                submitted += 1;
-            }
-            if submitted > 0 && driver.needs_kick() {
-                bells.ring(KICK);
-            }
-            let got = driver.complete();
-            completed += u64::try_from(got).expect("64 bits");
-            if got == 0 && submitted == 0 && !driver.enable_calls() {
-                assert!(bells.sleep(CALL), "the device has ended");
-            }
-        }
-        drop(finish);
-        assert_eq!(device.join().expect("the device is well"), REQUESTS);
-        assert!(driver.pending.is_empty());
-    });
-}
-
-fn device_thread(memory: Arc<GuestMemory>, config: QueueConfig, bells: &Bells) -> u64 {
-    let mut queue =
-        SplitQueue::new(LocalMemory::new(memory), config).expect("the driver's set-up is good");
-    let _finish = Finish(bells);
-    let mut served = 0;
-    loop {
-        let mut batch = Vec::new();
-        while let Some(chain) = queue.pop().expect("the driver is good") {
-            batch.push(chain);
-        }
-        // The last chain comes first, so that completions are out of order.
-        for mut chain in batch.into_iter().rev() {
-            let written = serve(&mut chain);
-            queue.push(chain.head, written);
-            served += 1;
-        }
-        if queue.publish() {
-            bells.ring(CALL);
-        }
-        if !queue.enable_kicks() && !bells.sleep(KICK) {
-            return served;
-        }
-        queue.disable_kicks();
-    }
-}
-
-#[test]
-fn threads_with_event_idx_lose_no_wake() {
-    run_threads(true, 16);
-    run_threads(true, 256);
-}
-
-#[test]
-fn threads_with_flags_lose_no_wake() {
-    run_threads(false, 16);
-    run_threads(false, 256);
 }

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-use virtqueue::{LocalMemory, SplitQueue};
+use virtqueue::driver::{Desc, PackedDriver};
+use virtqueue::{GuestMemory, LocalMemory, PackedQueue, SplitQueue};
 
+use crate::packed;
 use crate::ring::{F_WRITE, Hand, ISLAND, Ring, new_ring};
 
 /// The time limit. Slow machines reach it before the last round.
@@ -57,26 +59,20 @@ impl Drop for Leave<'_> {
 
 /// Runs `driver` and `device` at the same time in each round. Each returns true if it saw the
 /// opposite write, and at least one must. `prepare` and `settle` have the ring to themselves.
-fn race(
-    event_idx: bool,
-    prepare: impl Fn(&mut Ring, u64),
-    driver: impl Fn(&mut Ring, u64) -> bool,
-    device: impl Fn(&mut SplitQueue) -> bool + Send,
-    settle: impl Fn(&mut SplitQueue) + Send,
+fn race<D, Q>(
+    (mut ring, open): (D, impl FnOnce() -> Q + Send),
+    prepare: impl Fn(&mut D, u64),
+    driver: impl Fn(&mut D, u64) -> bool,
+    device: impl Fn(&mut Q) -> bool + Send,
+    settle: impl Fn(&mut Q) + Send,
 ) {
-    let mut ring = new_ring(16, event_idx);
-    ring.chain(0, &[(ISLAND, 1, F_WRITE)]);
-    ring.set_avail_idx(0);
-    let (memory, config) = (Arc::clone(&ring.memory), ring.config);
     let state = Round::default();
     let mut missed = None;
     std::thread::scope(|scope| {
         let shared = &state;
         scope.spawn(move || {
             let _leave = Leave(shared);
-            let mut queue =
-                SplitQueue::new(LocalMemory::new(memory), config).expect("the ring is good");
-            assert!(queue.publish(), "invariant 8: the first call is forced");
+            let mut queue = open();
             for round in 1.. {
                 settle(&mut queue);
                 shared.settled.meet(round);
@@ -112,6 +108,43 @@ fn race(
     assert_eq!(missed, None, "invariant 8: in this round each missed what the other wrote");
 }
 
+/// A split ring with a chain in its first descriptor, and a function that opens the device's side.
+fn split(event_idx: bool) -> (Ring, impl FnOnce() -> SplitQueue + Send) {
+    let mut ring = new_ring(16, event_idx);
+    ring.chain(0, &[(ISLAND, 1, F_WRITE)]);
+    ring.set_avail_idx(0);
+    let (memory, config) = (Arc::clone(&ring.memory), ring.config);
+    let open = move || {
+        let memory = LocalMemory::new(memory);
+        let mut queue = SplitQueue::new(memory, config).expect("the ring is good");
+        assert!(queue.publish(), "invariant 8: the first call is forced");
+        queue
+    };
+    (ring, open)
+}
+
+type Packed = PackedDriver<Arc<GuestMemory>>;
+
+/// A packed ring, and a function that opens the device's side.
+fn packed(event_idx: bool) -> (Packed, impl FnOnce() -> PackedQueue + Send) {
+    let (driver, memory) = packed::driver(15, event_idx);
+    let config = driver.config;
+    let open = move || {
+        let mut queue = packed::open(&memory, config).expect("the ring is good");
+        assert!(queue.publish(), "invariant 8: the first call is forced");
+        queue
+    };
+    (driver, open)
+}
+
+/// Makes a chain available in a packed ring, after the answer to the previous one. Returns the
+/// place from before.
+fn offer(ring: &mut Packed) -> u16 {
+    ring.take_used();
+    ring.add(&[Desc::writable(ISLAND, 1)], None);
+    ring.publish()
+}
+
 fn low(round: u64) -> u16 {
     let [low, high, ..] = round.to_le_bytes();
     u16::from_le_bytes([low, high])
@@ -121,7 +154,7 @@ fn low(round: u64) -> u16 {
 /// driver sees the used idx.
 fn publish_race(event_idx: bool) {
     race(
-        event_idx,
+        split(event_idx),
         |ring, round| {
             // Used idx is round - 1. An earlier event asks for nothing.
             ring.put_used_event(low(round).wrapping_sub(2));
@@ -152,7 +185,7 @@ fn publish_race(event_idx: bool) {
 /// comes, or the device sees the avail idx.
 fn kick_race(event_idx: bool) {
     race(
-        event_idx,
+        split(event_idx),
         |_, _| (),
         move |ring, round| {
             ring.offer(0);
@@ -172,6 +205,62 @@ fn kick_race(event_idx: bool) {
             }
         },
     );
+}
+
+/// Like [`publish_race`], in a packed ring.
+fn packed_publish_race(event_idx: bool) {
+    race(
+        packed(event_idx),
+        |ring, _| {
+            offer(ring);
+            ring.disable_calls();
+        },
+        |ring, _| {
+            // With the fence.
+            ring.enable_calls();
+            ring.has_used()
+        },
+        |queue| {
+            let chain = queue.pop().expect("the ring is good").expect("one is available");
+            queue.push(chain.head, 0);
+            queue.publish_quietly();
+            queue.publish()
+        },
+        |_| (),
+    );
+}
+
+/// Like [`kick_race`], in a packed ring.
+fn packed_kick_race(event_idx: bool) {
+    race(
+        packed(event_idx),
+        |_, _| (),
+        |ring, _| {
+            let old = offer(ring);
+            // With the fence.
+            ring.needs_kick(old)
+        },
+        PackedQueue::enable_kicks,
+        |queue| {
+            queue.disable_kicks();
+            if let Some(chain) = queue.pop().expect("the ring is good") {
+                queue.push(chain.head, 0);
+                let _ = queue.publish();
+            }
+        },
+    );
+}
+
+#[test]
+fn a_driver_of_a_packed_ring_that_goes_to_sleep_is_called() {
+    packed_publish_race(true);
+    packed_publish_race(false);
+}
+
+#[test]
+fn a_device_of_a_packed_ring_that_goes_to_sleep_is_kicked() {
+    packed_kick_race(true);
+    packed_kick_race(false);
 }
 
 #[test]

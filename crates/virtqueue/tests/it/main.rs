@@ -3,11 +3,14 @@
 
 mod chains;
 mod driver;
+mod driver_threads;
 mod events;
 mod front_end;
 mod litmus;
 mod memory;
 mod oracle;
+mod packed;
+mod packed_model;
 mod queue;
 mod ring;
 mod sigbus;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use virtqueue::{
     ChainFault, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules, QueueError,
-    RegionConfig, RingPart, SplitQueue, install_sigbus_handler, lost_regions,
+    RegionConfig, RingLayout, RingPart, SplitQueue, install_sigbus_handler, lost_regions,
 };
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
@@ -157,7 +157,7 @@ fn a_queue_whose_ring_is_gone_is_bad() {
 fn a_queue_whose_inflight_account_is_gone_is_bad() {
     let (mut ring, _files) = ring();
     let (config, file) = region(0, REGION);
-    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
+    let region = InflightRegion::new(Arc::new(map(&[config])), RingLayout::Split, 1, 8).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
     let account = region.queue(0).unwrap();
     let (mut queue, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
@@ -180,7 +180,7 @@ fn a_queue_whose_inflight_account_is_gone_is_bad() {
 fn an_inflight_account_that_is_gone_is_not_opened() {
     let (ring, _files) = ring();
     let (config, file) = region(0, REGION);
-    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
+    let region = InflightRegion::new(Arc::new(map(&[config])), RingLayout::Split, 1, 8).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
     file.set_len(0).unwrap();
     let opened = SplitQueue::with_inflight(memory, ring.config, &region.queue(0).unwrap());
@@ -192,7 +192,7 @@ fn an_inflight_account_that_is_gone_is_not_opened() {
 fn requests_of_an_earlier_process_survive_a_lost_region() {
     let (mut ring, files) = ring();
     let region = GuestMemory::anonymous(&[(0, REGION)]).unwrap();
-    let region = InflightRegion::new(Arc::new(region), 1, 8).unwrap();
+    let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 1, 8).unwrap();
     let account = region.queue(0).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
     let (mut before, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();

@@ -1,0 +1,144 @@
+//! The start of a packed queue, and its move to another memory map.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use super::{NOT_IN_DEVICE, PackedQueue, Seen};
+use crate::descriptor_ring::{DescriptorRing, PackedParts, UsedWord, Wish};
+use crate::error::{QueueError, RingPart};
+use crate::inflight::{InflightAccount, PackedInflight, Recovery};
+use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
+use crate::position::Position;
+use crate::rings::AvailIdx;
+use crate::split::QueueConfig;
+
+impl PackedQueue {
+    /// Takes over a queue that the driver has set up, and disables kicks. The first `publish` asks
+    /// for a call.
+    ///
+    /// The configuration's descriptor table is the descriptor ring, its avail ring the driver's
+    /// event structure, and its used ring the device's. `next_avail` and `next_used` are
+    /// descriptors with a wrap counter in the last bit, 0x8000 in a new ring.
+    ///
+    /// # Errors
+    ///
+    /// If the size is 0 or more than [`MAX_QUEUE_SIZE`], a place is not in the ring, or a part is
+    /// misaligned or not within one memory region.
+    pub fn new(
+        memory: LocalMemory,
+        config: QueueConfig,
+        next_used: u16,
+    ) -> Result<Self, QueueError> {
+        let QueueConfig { size, .. } = config;
+        if size == 0 || size > MAX_QUEUE_SIZE {
+            return Err(QueueError::Size { size, max: MAX_QUEUE_SIZE });
+        }
+        let (next, used) = (Position::from_bits(config.next_avail), Position::from_bits(next_used));
+        for Position { slot, .. } in [next, used] {
+            if slot >= size {
+                return Err(QueueError::Base { slot, size });
+            }
+        }
+        let taken = used.distance(next, size);
+        if taken > size {
+            return Err(QueueError::Base { slot: next.slot, size });
+        }
+        let (translator, ring) = map_parts(memory, &config)?;
+        ring.store_device_wish(Wish::Never);
+        Ok(Self {
+            translator,
+            ring,
+            config,
+            next,
+            used,
+            published: used,
+            first: UsedWord::default(),
+            unpublished: 0,
+            room: size - taken,
+            chains: vec![NOT_IN_DEVICE; size.into()].into(),
+            in_device: 0,
+            popped: 0,
+            seen: Seen::none(next),
+            checked: used,
+            unchecked: 0,
+            call_forced: true,
+            recovered: 0,
+            inflight: None,
+            prefetch: true,
+            progress: None,
+        })
+    }
+
+    /// Takes over a queue whose requests are marked in an inflight region. If the region knows the
+    /// ring, the queue continues from it. The chains that an earlier process took and did not
+    /// answer come first, in the order in which they were taken.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new), and if the region is invalid.
+    pub fn with_inflight(
+        memory: LocalMemory,
+        config: QueueConfig,
+        next_used: u16,
+        inflight: &InflightAccount,
+    ) -> Result<(Self, Recovery), QueueError> {
+        let mut queue = Self::new(memory, config, next_used)?;
+        let (inflight, recovery, used) = PackedInflight::open(inflight, &queue.ring, queue.used)?;
+        if let Recovery::Known { requests } = recovery {
+            let taken = inflight.descriptors_again();
+            let next = used.after(taken, config.size);
+            (queue.used, queue.published, queue.checked) = (used, used, used);
+            (queue.next, queue.seen) = (next, Seen::none(next));
+            queue.room = config.size - taken;
+            queue.recovered = requests;
+        }
+        queue.inflight = Some(Box::new(inflight));
+        Ok((queue, recovery))
+    }
+
+    /// Continues in a changed memory map, in which the ring has the same guest addresses. Chains
+    /// that were popped keep the old map.
+    ///
+    /// # Errors
+    ///
+    /// As for [`PackedQueue::new`]. The queue then keeps the old map.
+    pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
+        let answer_place = self.translator.answer_place();
+        (self.translator, self.ring) = map_parts(memory, &self.config)?;
+        self.translator.set_answer_place(answer_place);
+        Ok(())
+    }
+
+    /// Returns a handle with which other threads learn the driver's progress.
+    pub fn avail_idx(&mut self) -> AvailIdx {
+        let word = self.progress_word();
+        let progress = self.progress.get_or_insert_with(|| Arc::new(AtomicU64::new(word)));
+        let QueueConfig { desc_table, size, .. } = self.config;
+        AvailIdx::packed(self.translator.memory(), desc_table, size, Arc::clone(progress))
+    }
+}
+
+fn map_parts(
+    memory: LocalMemory,
+    config: &QueueConfig,
+) -> Result<(Translator, DescriptorRing), QueueError> {
+    let QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, .. } = *config;
+    let ring = DescriptorRing::new(
+        &memory,
+        &PackedParts {
+            size,
+            descriptors: desc_table,
+            driver_events: avail_ring,
+            device_events: used_ring,
+            event_idx,
+        },
+    )?;
+    let len = usize::from(size) * DESCRIPTOR_BYTES;
+    let part = RingPart::DescTable;
+    let translator = Translator::new(memory, desc_table, size).ok_or(QueueError::Unmapped {
+        part,
+        addr: desc_table,
+        len,
+    })?;
+    Ok((translator, ring))
+}

@@ -1,0 +1,244 @@
+//! A virtqueue of either layout.
+
+use crate::chain::Chain;
+use crate::error::QueueError;
+use crate::inflight::{InflightAccount, Recovery, RingLayout};
+use crate::memory::{AnswerPlace, LocalMemory};
+use crate::packed::PackedQueue;
+use crate::rings::AvailIdx;
+use crate::split::{QueueConfig, SplitQueue};
+
+/// A virtqueue of either layout, as the device sees it. Belongs to one thread.
+///
+/// The methods are those of [`SplitQueue`] and [`PackedQueue`].
+#[derive(Debug)]
+#[expect(missing_docs, reason = "the variants are named like their types")]
+pub enum Virtqueue {
+    Split(SplitQueue),
+    Packed(Box<PackedQueue>),
+}
+
+use Virtqueue::{Packed, Split};
+
+/// Calls the method of the queue's layout.
+macro_rules! either {
+    ($queue:expr, $method:ident($($argument:expr),*)) => {
+        match $queue {
+            Split(queue) => queue.$method($($argument),*),
+            Packed(queue) => queue.$method($($argument),*),
+        }
+    };
+}
+
+impl Virtqueue {
+    /// Takes over a queue that the driver has set up. `next_used` is the place of the next used
+    /// element in a packed ring; a split ring has it in memory.
+    ///
+    /// # Errors
+    ///
+    /// As for [`SplitQueue::new`] and [`PackedQueue::new`].
+    pub fn new(
+        memory: LocalMemory,
+        layout: RingLayout,
+        config: QueueConfig,
+        next_used: u16,
+    ) -> Result<Self, QueueError> {
+        match layout {
+            RingLayout::Split => SplitQueue::new(memory, config).map(Split),
+            RingLayout::Packed => {
+                PackedQueue::new(memory, config, next_used).map(Box::new).map(Packed)
+            }
+        }
+    }
+
+    /// Takes over a queue whose requests are marked in an inflight region for rings of this layout.
+    ///
+    /// # Errors
+    ///
+    /// As for [`SplitQueue::with_inflight`] and [`PackedQueue::with_inflight`].
+    ///
+    /// # Panics
+    ///
+    /// If the region is for the other layout.
+    pub fn with_inflight(
+        memory: LocalMemory,
+        layout: RingLayout,
+        config: QueueConfig,
+        next_used: u16,
+        inflight: &InflightAccount,
+    ) -> Result<(Self, Recovery), QueueError> {
+        match layout {
+            RingLayout::Split => SplitQueue::with_inflight(memory, config, inflight)
+                .map(|(queue, recovery)| (Split(queue), recovery)),
+            RingLayout::Packed => PackedQueue::with_inflight(memory, config, next_used, inflight)
+                .map(|(queue, recovery)| (Packed(Box::new(queue)), recovery)),
+        }
+    }
+
+    /// Turns prefetching for the next chains on or off; on at first.
+    pub fn set_prefetch(&mut self, on: bool) {
+        either!(self, set_prefetch(on));
+    }
+
+    /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
+    pub fn set_answer_place(&mut self, place: AnswerPlace) {
+        either!(self, set_answer_place(place));
+    }
+
+    /// Returns true if chains of an earlier process, which only the region has, are to be popped.
+    #[inline]
+    pub fn has_recovered(&self) -> bool {
+        either!(self, has_recovered())
+    }
+
+    /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
+    pub fn is_recovered(&self, head: u16) -> bool {
+        either!(self, is_recovered(head))
+    }
+
+    /// Pops the next chain that the driver made available, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
+        either!(self, pop())
+    }
+
+    /// Gives the chain that was popped last back to the ring. The next pop returns it again. It
+    /// must not be a chain that an earlier process had taken.
+    pub fn put_back(&mut self, head: u16) {
+        match self {
+            Split(queue) => queue.put_back(),
+            Packed(queue) => queue.put_back(head),
+        }
+    }
+
+    /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
+    /// at the pop. `None` if its first descriptor has fewer, or the driver has changed it.
+    #[cold]
+    #[must_use]
+    pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
+        either!(self, header(head))
+    }
+
+    /// The head of the next used element, if chains are answered in the order of the avail ring and
+    /// none is of an earlier process. `None`: a packed ring does not keep that order.
+    pub fn in_order_head(&self) -> Option<u16> {
+        match self {
+            Split(queue) => Some(queue.in_order_head()),
+            Packed(_) => None,
+        }
+    }
+
+    /// Writes the used element of a chain that is done. The driver does not see it yet.
+    ///
+    /// # Panics
+    ///
+    /// If the device does not hold this chain.
+    #[inline]
+    pub fn push(&mut self, head: u16, written_bytes: u32) {
+        either!(self, push(head, written_bytes));
+    }
+
+    /// Makes all pushed elements visible, and returns the number of new ones.
+    #[inline]
+    pub fn publish_quietly(&mut self) -> u16 {
+        either!(self, publish_quietly())
+    }
+
+    /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call.
+    #[inline]
+    #[must_use = "the driver may sleep until it is called"]
+    pub fn publish(&mut self) -> bool {
+        either!(self, publish())
+    }
+
+    /// Returns true if the driver seems to sleep until called.
+    #[inline]
+    pub fn driver_sleeps(&self) -> bool {
+        either!(self, driver_sleeps())
+    }
+
+    /// The number of chains to pop. Looks for new ones if `fresh`, or if none is known.
+    ///
+    /// # Errors
+    ///
+    /// As for [`pop`](Self::pop).
+    #[inline]
+    pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+        either!(self, available(fresh))
+    }
+
+    /// The number of chains to pop, by a fresh look. 0 if the ring is bad, which the next pop
+    /// reports.
+    pub fn available_now(&mut self) -> u16 {
+        either!(self, available_now())
+    }
+
+    /// Makes the next [`publish`](Self::publish) ask for a call.
+    pub fn force_call(&mut self) {
+        either!(self, force_call());
+    }
+
+    /// Returns true if there is a chain to pop. Cheap enough for busy-polling.
+    #[inline]
+    pub fn has_available(&self) -> bool {
+        either!(self, has_available())
+    }
+
+    /// Asks the driver to kick when it makes the next chain available. Returns true if chains are
+    /// available already.
+    #[must_use = "chains that are available already may come without a kick"]
+    pub fn enable_kicks(&mut self) -> bool {
+        either!(self, enable_kicks())
+    }
+
+    /// Lets the driver omit kicks.
+    pub fn disable_kicks(&mut self) {
+        either!(self, disable_kicks());
+    }
+
+    /// The number of the next chain. Of a split ring it is the avail entry to pop next, of a packed
+    /// ring the number of chains popped since the start.
+    #[inline]
+    pub fn next_avail(&self) -> u16 {
+        either!(self, next_avail())
+    }
+
+    /// The place at which the next start continues, as a front-end keeps it: the next avail entry
+    /// of a split ring, or [`PackedQueue::base`].
+    #[inline]
+    pub fn base(&self) -> u32 {
+        match self {
+            Split(queue) => queue.next_avail().into(),
+            Packed(queue) => queue.base(),
+        }
+    }
+
+    /// Returns a handle with which other threads learn the driver's progress.
+    pub fn avail_idx(&mut self) -> AvailIdx {
+        either!(self, avail_idx())
+    }
+
+    /// The number of entries of the ring.
+    pub fn size(&self) -> u16 {
+        either!(self, size())
+    }
+
+    /// The number of chains that were popped and not pushed yet.
+    #[inline]
+    pub fn in_device(&self) -> u16 {
+        either!(self, in_device())
+    }
+
+    /// Leaves chains that were seen and not popped to the next process.
+    ///
+    /// # Panics
+    ///
+    /// If [chains of an earlier process](Self::has_recovered) are still to be popped.
+    pub fn unmark_rest(&mut self) {
+        either!(self, unmark_rest());
+    }
+}
