@@ -222,6 +222,7 @@ impl<'a> Run<'a> {
             kick: kick.as_ref().map(|fd| fd.try_clone().expect("a descriptor")),
             call,
             err: Some(new_eventfd()),
+            log: None,
         };
         let pending =
             self.device.begin_start_queue(index as u16, &self.stage.thread.remote(), setup);

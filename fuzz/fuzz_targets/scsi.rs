@@ -428,6 +428,7 @@ impl<'a> Run<'a> {
             kick: None,
             call: None,
             err: None,
+            log: None,
         };
         let number = u16::try_from(number).expect("few");
         let remote = self.stage.thread.remote();

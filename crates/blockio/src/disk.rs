@@ -117,9 +117,10 @@ impl AttachedDriver {
     }
 
     /// Reads, and marks the memory in its log, since a library, a server or a thread that writes
-    /// there does not. A failed read may have been made in part.
+    /// there does not. A failed read may have been made in part, and the log may begin or change
+    /// while the read is made.
     fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
-        let Some(logged) = buffers.duplicate_if_logged() else {
+        let Some(logged) = buffers.duplicate_if_loggable() else {
             return self.disk.read(offset, buffers);
         };
         Box::pin(async move {

@@ -173,6 +173,7 @@ impl Guest {
             kick: Some(kick.try_clone().context("duplicating the kick")?),
             call: Some(call.try_clone().context("duplicating the call")?),
             err: None,
+            log: None,
         };
         let queue = match kind {
             Kind::Blk(_) => 0,

@@ -26,9 +26,9 @@ use std::time::Instant;
 
 use blockio::clock::LoopClock;
 use blockio::thread::{Armed, RegisteredMemory, Source};
-use blockio::{Io, Remote, clock};
+use blockio::{Io, Remote, clock, oneshot};
 use rustix::fd::OwnedFd;
-use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, SplitQueue};
+use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, SplitQueue};
 
 use crate::events::{Events, QueueFault};
 use crate::stats::QueueStats;
@@ -56,6 +56,19 @@ impl QueueHandle {
     /// Replaces the eventfd for ring errors.
     pub fn set_err(&self, err: Option<OwnedFd>) {
         self.post(|queue| queue.set_err(err));
+    }
+
+    /// Sets, replaces or removes the log of written pages while requests are in progress. Once the
+    /// result is ready, or `None` because the queue has stopped, the device does not touch the
+    /// previous log.
+    #[must_use]
+    pub fn begin_set_log(&self, log: Option<QueueLog>) -> oneshot::Receiver<()> {
+        let (answer, is_set) = oneshot::channel();
+        self.post(|queue| {
+            queue.ring.borrow_mut().set_log(log);
+            answer.send(());
+        });
+        is_set
     }
 
     /// Posts `command` to the IoThread, behind earlier commands, and wakes the queue's task. A
@@ -158,6 +171,7 @@ impl Queue {
         let mut ring = setup.open_ring(memory.clone(), &options)?;
         ring.set_prefetch(options.prefetch);
         ring.set_answer_place(options.answer_place);
+        ring.set_log(setup.log);
         let status = Arc::new(QueueStatus::default());
         status.next_avail.store(ring.next_avail(), Ordering::Relaxed);
         let queue = Rc::new(Self {

@@ -171,6 +171,7 @@ impl Scene {
             kick: clone(&self.kick),
             call: clone(&self.call),
             err: clone(&self.err),
+            log: None,
         }
     }
 

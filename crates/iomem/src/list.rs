@@ -269,16 +269,14 @@ impl Buffers {
 
     #[inline]
     fn wrote_at(&self, offset: usize, bytes: usize) {
-        if self.memory().log().is_some() {
+        if self.memory().is_logged() {
             self.report(offset, bytes);
         }
     }
 
     #[cold]
     fn report(&self, offset: usize, bytes: usize) {
-        if let Some(log) = self.memory().log() {
-            self.each_part(offset, bytes, |_, start, len| log.wrote(start, len));
-        }
+        self.each_part(offset, bytes, |_, start, len| self.memory().report(start, len));
     }
 
     /// Copies `data` into the list from byte `offset` on, as far as there is room. Returns the
@@ -374,10 +372,10 @@ impl Buffers {
         beside
     }
 
-    /// Returns another list of the same memory if there is a log of writes to it.
+    /// Returns another list of the same memory if there may be a log of writes to it now or later.
     #[must_use]
-    pub fn duplicate_if_logged(&self) -> Option<Self> {
-        self.memory().log().is_some().then(|| self.duplicate())
+    pub fn duplicate_if_loggable(&self) -> Option<Self> {
+        self.memory().may_be_logged().then(|| self.duplicate())
     }
 
     /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset + len`
@@ -432,8 +430,8 @@ impl SharedByte {
         // SAFETY: the byte is in a range of a list, which `self.memory` keeps mapped, and a byte
         // needs no alignment.
         unsafe { self.address.write_volatile(value) };
-        if let Some(log) = self.memory.log() {
-            log.wrote(self.address, 1);
+        if self.memory.is_logged() {
+            self.memory.report(self.address, 1);
         }
     }
 }
@@ -466,8 +464,8 @@ impl SharedBytes {
             &Place::Range { start, bytes, ref memory } => {
                 // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped.
                 unsafe { zero(start, bytes) };
-                if let Some(log) = memory.log() {
-                    log.wrote(start, bytes);
+                if memory.is_logged() {
+                    memory.report(start, bytes);
                 }
             }
             Place::List(list) => list.zero_from(0),
@@ -485,8 +483,8 @@ impl SharedBytes {
                     copy_in(data.as_ptr(), start, len);
                     zero(start.wrapping_add(len), bytes - len);
                 }
-                if let Some(log) = memory.log() {
-                    log.wrote(start, bytes);
+                if memory.is_logged() {
+                    memory.report(start, bytes);
                 }
             }
             Place::List(list) => {
@@ -706,7 +704,8 @@ mod tests {
         let whole = Buffers::aligned(64, 64);
         let log = Rc::new(Bytes::default());
         let base = whole.iovecs()[0].iov_base.addr();
-        let memory = Memory::with_log(whole.memory().clone(), Rc::<Bytes>::clone(&log));
+        let memory = Memory::loggable(whole.memory().clone());
+        memory.set_log(Some(Rc::<Bytes>::clone(&log)));
         let mut list = cut(&whole, memory, &[10, 0, 20, 34]);
         let heard = || {
             let mut bytes = std::mem::take(&mut *log.0.borrow_mut());
@@ -738,6 +737,24 @@ mod tests {
             list.take_shared_bytes(bytes).expect("they are there").write(&[1]);
             assert_eq!(heard(), of(start..start + bytes));
         }
+    }
+
+    #[test]
+    fn a_log_is_replaced_under_lists_that_exist() {
+        let whole = Buffers::aligned(64, 64);
+        let memory = Memory::loggable(whole.memory().clone());
+        let list = cut(&whole, memory.clone(), &[64]);
+        let later = list.duplicate_if_loggable().expect("there may be a log");
+        assert!(whole.duplicate_if_loggable().is_none());
+        let logs = [Rc::new(Bytes::default()), Rc::new(Bytes::default())];
+        list.wrote(1);
+        for log in &logs {
+            memory.set_log(Some(Rc::<Bytes>::clone(log)));
+            later.wrote(2);
+        }
+        memory.set_log(None);
+        list.wrote(4);
+        assert_eq!(logs.map(|log| log.0.borrow().len()), [2, 2]);
     }
 
     #[test]

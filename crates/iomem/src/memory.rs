@@ -1,7 +1,7 @@
 //! The owner that keeps the memory of lists mapped, and spare storage for later lists.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use libc::iovec;
@@ -30,7 +30,11 @@ pub struct Memory(Rc<Shared>);
 
 struct Shared {
     spare: RefCell<Spare>,
-    log: Option<Rc<dyn WriteLog>>,
+    /// True if there is a log: the one check that a write without a log makes.
+    is_logged: Cell<bool>,
+    log: RefCell<Option<Rc<dyn WriteLog>>>,
+    /// True if there may be a log by the time at which a write is reported.
+    may_be_logged: bool,
     _owner: Box<dyn Any>,
 }
 
@@ -49,14 +53,37 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Makes memory that stays mapped while `owner` lives.
+    /// Makes memory that stays mapped while `owner` lives, and never has a log.
     pub fn new(owner: impl Any) -> Self {
-        Self(Rc::new(Shared { spare: RefCell::default(), log: None, _owner: Box::new(owner) }))
+        Self::make(owner, false)
     }
 
-    /// Makes memory that stays mapped while `owner` lives. `log` receives all writes to it.
-    pub fn with_log(owner: impl Any, log: Rc<dyn WriteLog>) -> Self {
-        Self(Rc::new(Shared { spare: RefCell::default(), log: Some(log), _owner: Box::new(owner) }))
+    /// Makes memory that stays mapped while `owner` lives. It has no log until
+    /// [`set_log`](Self::set_log).
+    pub fn loggable(owner: impl Any) -> Self {
+        Self::make(owner, true)
+    }
+
+    fn make(owner: impl Any, may_be_logged: bool) -> Self {
+        Self(Rc::new(Shared {
+            spare: RefCell::default(),
+            is_logged: Cell::new(false),
+            log: RefCell::default(),
+            may_be_logged,
+            _owner: Box::new(owner),
+        }))
+    }
+
+    /// Sets, replaces or removes the log that receives all writes from now on, through existing
+    /// lists too. The previous log receives none afterwards.
+    ///
+    /// # Panics
+    ///
+    /// If this is not [`loggable`](Self::loggable) memory.
+    pub fn set_log(&self, log: Option<Rc<dyn WriteLog>>) {
+        assert!(self.0.may_be_logged, "the memory was made without room for a log");
+        self.0.is_logged.set(log.is_some());
+        *self.0.log.borrow_mut() = log;
     }
 
     /// Returns memory for lists without ranges.
@@ -91,9 +118,24 @@ impl Memory {
         }
     }
 
+    /// Returns true if a write is to be [reported](Self::report).
     #[inline]
-    pub(crate) fn log(&self) -> Option<&dyn WriteLog> {
-        self.0.log.as_deref()
+    pub(crate) fn is_logged(&self) -> bool {
+        self.0.is_logged.get()
+    }
+
+    /// Returns true if there may be a log now or later.
+    #[inline]
+    pub(crate) fn may_be_logged(&self) -> bool {
+        self.0.may_be_logged
+    }
+
+    /// Reports a write to the log, if there is one.
+    #[cold]
+    pub(crate) fn report(&self, start: *const u8, bytes: usize) {
+        if let Some(log) = &*self.0.log.borrow() {
+            log.wrote(start, bytes);
+        }
     }
 }
 

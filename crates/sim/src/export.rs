@@ -255,6 +255,7 @@ impl Export {
             kick,
             call,
             err: None,
+            log: None,
         };
         self.places[queue] = (place, None);
         self.guest.set_starting(queue);

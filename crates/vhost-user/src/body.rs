@@ -6,6 +6,9 @@ pub(crate) const MAX_BODY_BYTES: usize = 4096;
 /// In the index of a ring: no descriptor comes with the message.
 pub(super) const NO_FD: u64 = 1 << 8;
 
+/// In the flags of a ring's addresses: writes to the used ring are logged.
+pub(super) const VRING_F_LOG: u32 = 1 << 0;
+
 /// A region of memory ("Memory region description").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
@@ -54,6 +57,28 @@ pub struct InflightArea {
     pub queue_size: u16,
 }
 
+/// The position of the log of written pages in its file ("Log description").
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LogArea {
+    /// Bytes.
+    pub size: u64,
+    /// Start in the file that comes with it, in bytes.
+    pub file_offset: u64,
+}
+
+impl LogArea {
+    pub(super) fn decode(body: &[u8]) -> Option<Self> {
+        let [size, file_offset] = numbers(body)?;
+        Some(Self { size, file_offset })
+    }
+
+    /// The body of a message of this area.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        [self.size, self.file_offset].map(u64::to_ne_bytes).concat()
+    }
+}
+
 pub(super) fn size_of_body(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or_else(|_| unreachable!("a body is at most {MAX_BODY_BYTES}"))
 }
@@ -94,6 +119,11 @@ impl InflightArea {
 impl Region {
     /// Bytes of a region in a message.
     const BYTES: usize = 32;
+
+    /// A region of a file that is no guest memory.
+    pub(super) fn at_start(size: u64, file_offset: u64) -> Self {
+        Self { guest_addr: 0, size, user_addr: 0, file_offset }
+    }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let [guest_addr, size, user_addr, file_offset] = numbers(bytes)?;
@@ -145,12 +175,14 @@ pub(super) fn single_region(body: &[u8]) -> Option<Region> {
     Region::decode(region)
 }
 
-pub(super) fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses)> {
+/// The number of a ring, its addresses, and the address of its used ring in the log, if the flags
+/// ask for that.
+pub(super) fn ring_addresses(body: &[u8]) -> Option<(u32, RingAddresses, Option<u64>)> {
     let (head, rest) = body.split_first_chunk::<8>()?;
-    // The flags ask for a log of writes, which belongs to a feature that is not offered.
-    let [index, _flags] = words(head);
-    let [desc_table, used_ring, avail_ring, _log] = numbers(rest)?;
-    Some((index, RingAddresses { desc_table, avail_ring, used_ring }))
+    let [index, flags] = words(head);
+    let [desc_table, used_ring, avail_ring, log] = numbers(rest)?;
+    let log = (flags & VRING_F_LOG != 0).then_some(log);
+    Some((index, RingAddresses { desc_table, avail_ring, used_ring }, log))
 }
 
 pub(super) fn ring_fd(body: &[u8]) -> Option<(u8, bool)> {

@@ -12,6 +12,7 @@ use super::ring::invalid;
 
 /// The protocol features that the daemon offers.
 pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
+    | protocol_feature::LOG_SHMFD
     | protocol_feature::REPLY_ACK
     | protocol_feature::BACKEND_REQ
     | protocol_feature::CONFIG

@@ -1,5 +1,7 @@
 //! The device as one front-end has set it up, and the effect of its messages.
 
+mod log;
+mod negotiation;
 mod own_region;
 mod pause;
 mod start;
@@ -12,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockio::Remote;
-use device::{Device, QueueRole, StopKind};
+use device::{Device, QueueRole, StopKind, oneshot};
 use iomem::fits;
 use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles};
 
@@ -23,12 +25,13 @@ use super::examiner::Examiner;
 use super::inflight::{self, Inflight};
 use super::load::Load;
 use super::message::{
-    DecodeError, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
+    DecodeError, F_LOG_ALL, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, ring_size};
 use super::shared_memory::SharedMemory;
+use super::write_log::WriteLog;
 
 /// The device, threads and rules of a session.
 #[derive(Clone)]
@@ -57,6 +60,12 @@ pub(super) struct Connection {
     /// True until that region is in a kept state.
     pub(super) own_region_is_new: bool,
     pub(super) keeps_own_region: bool,
+    /// The log of written pages, if the front-end has sent one.
+    pub(super) log: Option<WriteLog>,
+    /// True if the front-end asks for marks of all written pages.
+    pub(super) log_all: bool,
+    /// Answers of IoThreads that are about to take another log.
+    new_logs: Vec<oneshot::Receiver<()>>,
     pub(super) rings: Vec<RingState>,
     pub(super) protocol_features: u64,
     /// True if protocol features were negotiated, so that rings start disabled.
@@ -92,6 +101,9 @@ impl Connection {
             own_region: None,
             own_region_is_new: false,
             keeps_own_region: false,
+            log: None,
+            log_all: false,
+            new_logs: Vec::new(),
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -126,7 +138,9 @@ impl Connection {
     pub(super) fn descriptors(&self) -> usize {
         let of_rings: usize = self.rings.iter().map(RingState::descriptors).sum();
         let regions = self.inflight.iter().chain(&self.own_region);
-        of_rings + self.memory.files.len() + regions.map(|all| all.files.len()).sum::<usize>()
+        let of_log = self.log.as_ref().map_or(0, |log| log.files.len());
+        let of_regions = regions.map(|all| all.files.len()).sum::<usize>();
+        of_rings + self.memory.files.len() + of_regions + of_log
     }
 
     /// Notifies the front-end that the configuration has changed. Returns false if it has not
@@ -166,7 +180,7 @@ impl Connection {
         let number = |value: u64| Ok(Outcome::Answer(value.to_ne_bytes().to_vec()));
         match request {
             Request::SetOwner => Ok(Outcome::Done),
-            Request::GetFeatures => number(self.setup.device.features() | F_PROTOCOL_FEATURES),
+            Request::GetFeatures => number(self.offered_features()),
             Request::GetProtocolFeatures => number(config::protocol_features(&self.setup.device)),
             Request::GetQueueNum => number(self.rings.len() as u64),
             Request::GetMaxMemSlots => number(MAX_REGIONS as u64),
@@ -198,8 +212,18 @@ impl Connection {
             }
             Request::SetInflightFd(area) => {
                 let InflightArea { size, file_offset, .. } = area;
-                let region = Region { guest_addr: 0, size, user_addr: 0, file_offset };
+                let region = Region::at_start(size, file_offset);
                 Ok(self.map(false, vec![region], fds, Purpose::Inflight(area)))
+            }
+            Request::SetLogBase(area) => {
+                let region = Region::at_start(area.size, area.file_offset);
+                Ok(self.map(false, vec![region], fds, Purpose::Log(area)))
+            }
+            Request::SetLogFd => {
+                // The marks are enough. Front-ends read them when they need them.
+                let event = fds.into_iter().next().map(|fd| fd.into_eventfd("the log descriptor"));
+                event.transpose()?;
+                Ok(Outcome::Done)
             }
             Request::RemMemReg(region) => {
                 let memory = self.memory.without(&region).map_err(Refusal::needing_ack)?;
@@ -218,13 +242,16 @@ impl Connection {
             Request::SetVringNum { index, size } => {
                 Change::Size(self.ring(index)?, ring_size(size)?)
             }
-            Request::SetVringAddr { index, addresses } => {
+            Request::SetVringAddr { index, addresses, log } => {
                 let index = self.ring(index)?;
                 if self.rings[index].settings.addresses == Some(addresses) {
+                    if self.rings[index].settings.log != log {
+                        return self.set_ring_log(index, log);
+                    }
                     let undo = self.undo(index..index + 1);
                     return Ok(self.start(index..index + 1, Start::without_answer(undo)));
                 }
-                Change::Addresses(index, addresses)
+                Change::Addresses(index, addresses, log)
             }
             Request::SetVringBase { index, base } => {
                 let index = self.ring(index)?;
@@ -277,44 +304,6 @@ impl Connection {
         }
     }
 
-    fn set_protocol_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
-        let unknown = features & !config::protocol_features(&self.setup.device);
-        if unknown != 0 {
-            let text = format!("the protocol features {unknown:#x} were not offered");
-            return Err(Refusal::needing_ack(text));
-        }
-        let region = protocol_feature::INFLIGHT_SHMFD;
-        if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
-            let text = "protocol feature GET_VRING_BASE_INFLIGHT needs INFLIGHT_SHMFD, which the \
-                        front-end did not select";
-            return Err(Refusal::needing_ack(text));
-        }
-        self.protocol_features = features;
-        Ok(Outcome::Done)
-    }
-
-    fn set_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
-        let unknown = features & !(self.setup.device.features() | F_PROTOCOL_FEATURES);
-        if unknown != 0 {
-            let text = format!("the features {unknown:#x} were not offered");
-            return Err(Refusal::needing_ack(text));
-        }
-        Ok(self.begin(Change::Features(features)))
-    }
-
-    fn set_status(&mut self, status: u64) -> Result<Outcome, Refusal> {
-        let status = u8::try_from(status).map_err(|_| {
-            Refusal::needing_ack(format!("the device status {status:#x} is out of range"))
-        })?;
-        if status == 0 {
-            // Front-ends also send status 0 to pause their guest. Its driver does not notice, and
-            // keeps its `writeback`.
-            return Ok(self.begin(Change::Reset { keep_writeback: true }));
-        }
-        self.status = status;
-        Ok(Outcome::Done)
-    }
-
     /// Maps regions: alone, or beside the present ones.
     fn map(
         &mut self,
@@ -343,10 +332,19 @@ impl Connection {
 
     /// Continues with memory that was mapped.
     pub(super) fn mapped(&mut self, memory: SharedMemory, purpose: Purpose) -> Outcome {
-        let Purpose::Inflight(area) = purpose else { return self.begin(Change::Memory(memory)) };
-        match Inflight::new(area, memory) {
-            Ok(inflight) => self.begin(Change::Inflight(inflight)),
-            Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
+        match purpose {
+            Purpose::Guest => match self.check_log_of(&memory.map) {
+                Ok(()) => self.begin(Change::Memory(memory)),
+                Err(refusal) => Outcome::Refuse(refusal),
+            },
+            Purpose::Inflight(area) => match Inflight::new(area, memory) {
+                Ok(inflight) => self.begin(Change::Inflight(inflight)),
+                Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
+            },
+            Purpose::Log(area) => match WriteLog::new(area, memory) {
+                Ok(log) => self.set_log(log).unwrap_or_else(Outcome::Refuse),
+                Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
+            },
         }
     }
 
@@ -365,10 +363,11 @@ impl Connection {
         match change {
             Change::Features(features) => {
                 let device = &self.setup.device;
-                if let Err(error) = device.set_features(features & !F_PROTOCOL_FEATURES) {
+                if let Err(error) = device.set_features(features & !negotiation::VHOST_FEATURES) {
                     return Outcome::Refuse(error.into());
                 }
                 self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
+                self.log_all = features & F_LOG_ALL != 0;
                 let enables = !self.rings_need_enable;
                 self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
             }
@@ -383,8 +382,9 @@ impl Connection {
                 self.own_region = None;
             }
             Change::Size(index, size) => self.rings[index].settings.size = size,
-            Change::Addresses(index, addresses) => {
-                self.rings[index].settings.addresses = Some(addresses);
+            Change::Addresses(index, addresses, log) => {
+                let settings = &mut self.rings[index].settings;
+                (settings.addresses, settings.log) = (Some(addresses), log);
             }
             Change::Base(index, base) => {
                 let before = std::mem::replace(&mut self.rings[index].next_avail, base);
@@ -408,11 +408,13 @@ impl Connection {
                 self.rings.iter_mut().for_each(RingState::reset);
                 self.status = 0;
                 if !keep_writeback {
+                    (self.log, self.log_all) = (None, false);
                     self.setup.device.reset();
                 }
             }
             Change::Restore(before, refusal) => {
                 self.inflight = (*before.inflight).clone();
+                self.log_all = before.log_all;
                 self.rings_need_enable = before.restore(&mut self.rings, &self.setup.device);
                 (undo, answer) = (None, Err(refusal));
             }
@@ -440,7 +442,8 @@ impl Connection {
 
     fn undo(&self, rings: Range<usize>) -> Undo {
         let Self { inflight, setup, rings_need_enable, .. } = self;
-        Undo::new(&self.rings, rings, &setup.device, inflight.as_ref(), *rings_need_enable)
+        let flags = [*rings_need_enable, self.log_all];
+        Undo::new(&self.rings, rings, &setup.device, inflight.as_ref(), flags)
     }
 
     /// Ready once all rings have started or stopped, as requested. An error: one has not.

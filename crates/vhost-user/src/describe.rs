@@ -12,6 +12,7 @@ type Names = &'static [(u32, &'static str)];
 
 /// Features of all devices and of vhost-user.
 const COMMON: Names = &[
+    (26, "log-all"),
     (27, "any-layout"),
     (28, "indirect-desc"),
     (29, "event-idx"),
@@ -39,6 +40,7 @@ const SCSI: Names = &[(1, "hotplug"), (2, "change")];
 /// Features of the vhost-user protocol.
 const PROTOCOL: Names = &[
     (0, "mq"),
+    (1, "log-shmfd"),
     (3, "reply-ack"),
     (5, "backend-req"),
     (9, "config"),
@@ -52,7 +54,7 @@ const PROTOCOL: Names = &[
 /// Describes the front-end's set-up.
 pub(super) fn describe(
     device: &Device,
-    protocol_features: u64,
+    [features, protocol_features]: [u64; 2],
     rings: &[RingState],
     memory: &GuestMemory,
 ) -> SessionDetails {
@@ -68,7 +70,7 @@ pub(super) fn describe(
         QueueDetails { index, role, size, state, next_avail: ring.next_avail_now(), requests }
     };
     SessionDetails {
-        features: names(device.negotiated().features(), &[own, COMMON]),
+        features: names(features, &[own, COMMON]),
         protocol_features: names(protocol_features, &[PROTOCOL]),
         queues: queues.map(queue).collect(),
         memory: MemoryDetails {
@@ -99,7 +101,7 @@ mod tests {
     use device::scsi::config::ScsiOptions;
 
     use super::super::config::PROTOCOL_FEATURES;
-    use super::super::message::F_PROTOCOL_FEATURES;
+    use super::super::message::{F_LOG_ALL, F_PROTOCOL_FEATURES};
     use super::*;
 
     #[test]
@@ -108,7 +110,7 @@ mod tests {
         let log = || Arc::new(LogEvents::new("test"));
         let blk = Device::blk(disk, BlkOptions::default(), log());
         let scsi = Device::scsi(ScsiOptions::default(), log());
-        let of_blk = names(blk.features() | F_PROTOCOL_FEATURES, &[BLK, COMMON]);
+        let of_blk = names(blk.features() | F_PROTOCOL_FEATURES | F_LOG_ALL, &[BLK, COMMON]);
         let of_scsi = names(scsi.features() | F_PROTOCOL_FEATURES, &[SCSI, COMMON]);
         let protocol = names(PROTOCOL_FEATURES, &[PROTOCOL]);
         for name in [&of_blk, &of_scsi, &protocol].into_iter().flatten() {

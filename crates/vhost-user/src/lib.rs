@@ -63,6 +63,7 @@ mod session;
 mod session_state;
 mod shared_memory;
 mod state_keeper;
+mod write_log;
 
 pub use config::PROTOCOL_FEATURES;
 pub use connection::SessionSetup;

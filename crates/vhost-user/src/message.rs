@@ -2,10 +2,10 @@
 //!
 //! All numbers are in the byte order of the machine ("Message Specification").
 
-pub use super::body::{Config, InflightArea, Region, RingAddresses};
+pub use super::body::{Config, InflightArea, LogArea, Region, RingAddresses};
 use super::body::{
-    MAX_BODY_BYTES, NO_FD, number, regions, ring_addresses, ring_fd, single_region, size_of_body,
-    words,
+    MAX_BODY_BYTES, NO_FD, VRING_F_LOG, number, regions, ring_addresses, ring_fd, single_region,
+    size_of_body, words,
 };
 
 /// Bytes of a header.
@@ -19,6 +19,8 @@ pub mod code {
     pub const SET_OWNER: u32 = 3;
     pub const RESET_OWNER: u32 = 4;
     pub const SET_MEM_TABLE: u32 = 5;
+    pub const SET_LOG_BASE: u32 = 6;
+    pub(crate) const SET_LOG_FD: u32 = 7;
     pub const SET_VRING_NUM: u32 = 8;
     pub const SET_VRING_ADDR: u32 = 9;
     pub const SET_VRING_BASE: u32 = 10;
@@ -48,10 +50,14 @@ pub mod code {
 /// The feature bit that announces protocol features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
+/// The feature bit that asks for marks of all written pages in the log.
+pub const F_LOG_ALL: u64 = 1 << 26;
+
 /// Protocol features ("Protocol features").
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub mod protocol_feature {
     pub const MQ: u64 = 1 << 0;
+    pub(crate) const LOG_SHMFD: u64 = 1 << 1;
     pub const REPLY_ACK: u64 = 1 << 3;
     pub const BACKEND_REQ: u64 = 1 << 5;
     pub const CONFIG: u64 = 1 << 9;
@@ -115,6 +121,7 @@ impl Header {
             code::GET_FEATURES
                 | code::GET_PROTOCOL_FEATURES
                 | code::GET_QUEUE_NUM
+                | code::SET_LOG_BASE
                 | code::GET_VRING_BASE
                 | code::GET_CONFIG
                 | code::GET_INFLIGHT_FD
@@ -170,6 +177,10 @@ pub enum Request {
     ResetOwner,
     /// With a descriptor for each region.
     SetMemTable(Vec<Region>),
+    /// With a descriptor of the log.
+    SetLogBase(LogArea),
+    /// With an eventfd.
+    SetLogFd,
     SetVringNum {
         index: u32,
         size: u32,
@@ -177,6 +188,8 @@ pub enum Request {
     SetVringAddr {
         index: u32,
         addresses: RingAddresses,
+        /// The address under which the log has the used ring, if writes to that are logged.
+        log: Option<u64>,
     },
     SetVringBase {
         index: u32,
@@ -255,6 +268,7 @@ impl Request {
             code::SET_MEM_TABLE => regions(body).map(Self::SetMemTable),
             code::ADD_MEM_REG => single_region(body).map(Self::AddMemReg),
             code::REM_MEM_REG => single_region(body).map(Self::RemMemReg),
+            code::SET_LOG_BASE => LogArea::decode(body).map(Self::SetLogBase),
             code::SET_VRING_NUM => ring().map(|(index, size)| Self::SetVringNum { index, size }),
             code::SET_VRING_BASE => ring().map(|(index, base)| Self::SetVringBase { index, base }),
             code::GET_VRING_BASE => ring().map(|(index, _)| Self::GetVringBase { index }),
@@ -263,7 +277,7 @@ impl Request {
             }
             code::SET_VRING_ADDR => {
                 let ring = ring_addresses(body);
-                ring.map(|(index, addresses)| Self::SetVringAddr { index, addresses })
+                ring.map(|(index, addresses, log)| Self::SetVringAddr { index, addresses, log })
             }
             code::SET_VRING_KICK => {
                 ring_fd(body).map(|(index, has_fd)| Self::SetVringKick { index, has_fd })
@@ -308,14 +322,16 @@ impl Request {
             }
             Self::AddMemReg(region) => (code::ADD_MEM_REG, region.encode_single()),
             Self::RemMemReg(region) => (code::REM_MEM_REG, region.encode_single()),
+            Self::SetLogBase(area) => (code::SET_LOG_BASE, area.encode()),
             Self::SetVringNum { index, size } => ring(code::SET_VRING_NUM, *index, *size),
             Self::SetVringBase { index, base } => ring(code::SET_VRING_BASE, *index, *base),
             Self::GetVringBase { index } => ring(code::GET_VRING_BASE, *index, 0),
             Self::SetVringEnable { index, value } => ring(code::SET_VRING_ENABLE, *index, *value),
-            Self::SetVringAddr { index, addresses } => {
-                let mut body = [index.to_ne_bytes(), [0; 4]].concat();
+            Self::SetVringAddr { index, addresses, log } => {
+                let flags = if log.is_some() { VRING_F_LOG } else { 0 };
+                let mut body = [*index, flags].map(u32::to_ne_bytes).concat();
                 let RingAddresses { desc_table, avail_ring, used_ring } = *addresses;
-                for addr in [desc_table, used_ring, avail_ring, 0] {
+                for addr in [desc_table, used_ring, avail_ring, log.unwrap_or(0)] {
                     body.extend(addr.to_ne_bytes());
                 }
                 (code::SET_VRING_ADDR, body)
@@ -338,6 +354,7 @@ impl Request {
         match self {
             Self::GetQueueNum => protocol_feature::MQ,
             Self::GetConfig(_) | Self::SetConfig(_) => protocol_feature::CONFIG,
+            Self::SetLogBase(_) => protocol_feature::LOG_SHMFD,
             Self::SetBackendReqFd => protocol_feature::BACKEND_REQ,
             Self::GetInflightFd(_) | Self::SetInflightFd(_) => protocol_feature::INFLIGHT_SHMFD,
             Self::ResetDevice => protocol_feature::RESET_DEVICE,
@@ -355,7 +372,11 @@ impl Request {
         let exactly = |count: usize| count..=count;
         match self {
             Self::SetMemTable(regions) => exactly(regions.len()),
-            Self::AddMemReg(_) | Self::SetBackendReqFd | Self::SetInflightFd(_) => exactly(1),
+            Self::AddMemReg(_)
+            | Self::SetBackendReqFd
+            | Self::SetInflightFd(_)
+            | Self::SetLogBase(_)
+            | Self::SetLogFd => exactly(1),
             Self::RemMemReg(_) => 0..=1,
             Self::SetVringKick { has_fd, .. }
             | Self::SetVringCall { has_fd, .. }
@@ -366,10 +387,11 @@ impl Request {
 }
 
 /// Messages without a body.
-const EMPTY: [(u32, Request); 9] = [
+const EMPTY: [(u32, Request); 10] = [
     (code::GET_FEATURES, Request::GetFeatures),
     (code::SET_OWNER, Request::SetOwner),
     (code::RESET_OWNER, Request::ResetOwner),
+    (code::SET_LOG_FD, Request::SetLogFd),
     (code::GET_PROTOCOL_FEATURES, Request::GetProtocolFeatures),
     (code::GET_QUEUE_NUM, Request::GetQueueNum),
     (code::SET_BACKEND_REQ_FD, Request::SetBackendReqFd),
@@ -399,7 +421,10 @@ mod tests {
             (SetMemTable(vec![region]), 0, 1..=1),
             (SetMemTable(vec![region; 8]), 0, 8..=8),
             (SetVringNum { index: 1, size: 2 }, 0, 0..=0),
-            (SetVringAddr { index: 1, addresses }, 0, 0..=0),
+            (SetVringAddr { index: 1, addresses, log: None }, 0, 0..=0),
+            (SetVringAddr { index: 1, addresses, log: Some(0x5000) }, 0, 0..=0),
+            (SetLogBase(LogArea { size: 1, file_offset: 2 }), feature::LOG_SHMFD, 1..=1),
+            (SetLogFd, 0, 1..=1),
             (SetVringBase { index: 1, base: 2 }, 0, 0..=0),
             (GetVringBase { index: 1 }, 0, 0..=0),
             (SetVringKick { index: 1, has_fd: true }, 0, 1..=1),
@@ -436,7 +461,7 @@ mod tests {
             assert_eq!(Request::decode(code, &body), Ok(request.clone()));
             assert_eq!((request.needed_features(), request.expected_fds()), (feature, fds));
         }
-        assert_eq!(codes.len(), 27, "one code for each kind");
+        assert_eq!(codes.len(), 29, "one code for each kind");
         for unknown in (0..64).filter(|code| !codes.contains(code)) {
             assert_eq!(Request::decode(unknown, &[]), Err(DecodeError::UnknownCode), "{unknown}");
         }

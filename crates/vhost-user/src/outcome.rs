@@ -9,7 +9,7 @@ use std::sync::Arc;
 use device::{Device, Negotiated, oneshot};
 
 use super::inflight::Inflight;
-use super::message::{InflightArea, RingAddresses};
+use super::message::{InflightArea, LogArea, RingAddresses};
 use super::peer_fds::PeerFd;
 use super::ring::{RingSettings, RingState};
 use super::shared_memory::SharedMemory;
@@ -82,6 +82,7 @@ pub(super) enum Work {
 pub(super) enum Purpose {
     Guest,
     Inflight(InflightArea),
+    Log(LogArea),
 }
 
 /// A change that can be made only while its rings do not run.
@@ -90,7 +91,8 @@ pub(super) enum Change {
     Memory(SharedMemory),
     Inflight(Inflight),
     Size(usize, u16),
-    Addresses(usize, RingAddresses),
+    /// With the address of the used ring in the log, if its writes are logged.
+    Addresses(usize, RingAddresses, Option<u64>),
     Base(usize, u16),
     Kick(usize, Option<Arc<OwnedFd>>),
     GetBase(usize),
@@ -115,7 +117,7 @@ impl Change {
             | Self::ResetOwner
             | Self::Reset { .. } => 0..count,
             Self::Size(index, _)
-            | Self::Addresses(index, _)
+            | Self::Addresses(index, ..)
             | Self::Base(index, _)
             | Self::Kick(index, _)
             | Self::GetBase(index)
@@ -151,6 +153,7 @@ pub(super) struct Undo {
     base: Option<u16>,
     negotiated: Box<Negotiated>,
     rings_need_enable: bool,
+    pub(super) log_all: bool,
 }
 
 impl Undo {
@@ -160,12 +163,12 @@ impl Undo {
         rings: Range<usize>,
         device: &Device,
         inflight: Option<&Inflight>,
-        rings_need_enable: bool,
+        [rings_need_enable, log_all]: [bool; 2],
     ) -> Self {
         let settings = all[rings.clone()].iter().map(|ring| ring.settings.clone()).collect();
         let negotiated = Box::new(device.negotiated());
         let inflight = Box::new(inflight.cloned());
-        Self { rings, inflight, settings, base: None, negotiated, rings_need_enable }
+        Self { rings, inflight, settings, base: None, negotiated, rings_need_enable, log_all }
     }
 
     /// Records also the next avail entry of the one ring, which the change replaces.

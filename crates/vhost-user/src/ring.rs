@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use device::{Device, QueueHandle, QueueSetup, Ring, StartError, StopKind, oneshot};
-use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError};
+use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError, QueueLog};
 
 use super::call::Call;
 use super::details::QueueState;
@@ -35,6 +35,8 @@ pub(super) struct RingState {
 pub(super) struct RingSettings {
     pub(super) size: u16,
     pub(super) addresses: Option<RingAddresses>,
+    /// The address under which the log has the used ring, if its writes are logged.
+    pub(super) log: Option<u64>,
     pub(super) started: bool,
     pub(super) enabled: bool,
     pub(super) kick: Option<Arc<OwnedFd>>,
@@ -50,6 +52,14 @@ enum Service {
     Stopping(oneshot::Receiver<u16>, QueueHandle, StopKind),
     /// A queue that was told to stop and then to resume. It resumes unless it has stopped already.
     Resuming(oneshot::Receiver<()>, oneshot::Receiver<u16>, QueueHandle),
+}
+
+/// The parts of a queue's set-up that do not come from its ring.
+pub(super) struct Surroundings<'a> {
+    pub(super) memory: &'a Arc<GuestMemory>,
+    /// The inflight region, with true if it is the daemon's own.
+    pub(super) inflight: Option<(&'a InflightRegion, bool)>,
+    pub(super) log: Option<QueueLog>,
 }
 
 /// The progress of a start or a stop.
@@ -107,18 +117,16 @@ impl RingState {
         self.is_stopped() && std::mem::take(&mut self.is_paused)
     }
 
-    /// Begins to start queue `index` of the device, if the ring's settings demand and allow it. The
-    /// inflight region comes with true if it is the daemon's own.
+    /// Begins to start queue `index` of the device, if the ring's settings demand and allow it.
     pub(super) fn begin_start(
         &mut self,
         index: u16,
         device: &Device,
-        memory: &Arc<GuestMemory>,
-        inflight: Option<(&InflightRegion, bool)>,
+        surroundings: Surroundings<'_>,
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
-        let setup = self.queue_setup(memory, inflight, index);
+        let setup = self.queue_setup(surroundings, index);
         self.is_lost = setup.is_err();
         let Some(setup) = setup? else { return Ok(()) };
         let handle = device.begin_start_queue(index, thread, setup);
@@ -130,11 +138,11 @@ impl RingState {
     /// The set-up for a start of the queue. `None` if the queue should not or cannot start yet.
     fn queue_setup(
         &self,
-        memory: &Arc<GuestMemory>,
-        inflight: Option<(&InflightRegion, bool)>,
+        surroundings: Surroundings<'_>,
         index: u16,
     ) -> io::Result<Option<QueueSetup>> {
-        let RingSettings { size, addresses, started, enabled, kick } = &self.settings;
+        let Surroundings { memory, inflight, log } = surroundings;
+        let RingSettings { size, addresses, log: _, started, enabled, kick } = &self.settings;
         if !(*started && *enabled && matches!(self.service, Service::Stopped)) {
             return Ok(None);
         }
@@ -154,6 +162,7 @@ impl RingState {
             kick: clone(kick.as_deref())?,
             call: clone(self.call.as_ref().map(Call::eventfd))?,
             err: clone(self.err.as_ref())?,
+            log,
         }))
     }
 
@@ -289,6 +298,23 @@ impl RingState {
         }
         self.call = call;
         Ok(())
+    }
+
+    /// Begins to set, replace or remove the log of the queue. `None` if it does not run.
+    pub(super) fn begin_set_log(
+        &self,
+        log: Option<QueueLog>,
+        waker: &Waker,
+    ) -> Option<oneshot::Receiver<()>> {
+        let Service::Running(running) = &self.service else { return None };
+        let is_set = running.begin_set_log(log);
+        is_set.wake(waker);
+        Some(is_set)
+    }
+
+    /// The bytes of the used ring, its event included (virtio 1.3, section 2.7).
+    pub(super) fn used_ring_bytes(&self) -> u64 {
+        6 + 8 * u64::from(self.settings.size)
     }
 
     pub(super) fn set_err(&mut self, err: Option<OwnedFd>) -> io::Result<()> {

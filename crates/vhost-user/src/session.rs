@@ -19,7 +19,7 @@ use super::describe::describe;
 use super::details::SessionDetails;
 use super::examiner::RELAY_LIMIT;
 use super::load::Load;
-use super::message::{Header, code};
+use super::message::{F_PROTOCOL_FEATURES, Header, code};
 use super::outcome::{Outcome, Refusal, Work};
 use super::passed_fds::PassedFds;
 use super::session_state::{RestoredSession, SessionState};
@@ -244,8 +244,10 @@ impl Session {
 
     /// Describes the front-end's set-up.
     pub fn describe(&self) -> SessionDetails {
-        let Connection { setup, protocol_features, rings, memory, .. } = &self.connection;
-        describe(&setup.device, *protocol_features, rings, &memory.map)
+        let Connection { protocol_features, rings, memory, .. } = &self.connection;
+        let device = &self.connection.setup.device;
+        let features = self.connection.features() & !F_PROTOCOL_FEATURES;
+        describe(device, [features, *protocol_features], rings, &memory.map)
     }
 
     /// Returns a ring that the front-end has started without sharing any memory.

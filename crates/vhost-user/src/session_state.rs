@@ -14,11 +14,12 @@ use super::channel::{Channel, Message};
 use super::config;
 use super::connection::{Connection, SessionSetup};
 use super::inflight::Inflight;
-use super::message::{InflightArea, Region, RingAddresses};
+use super::message::{InflightArea, LogArea, Region, RingAddresses};
 use super::passed_fds::{FdIndex, FdSink, PassedFds};
 use super::peer_fds::PeerFd;
 use super::ring::{RingState, invalid};
 use super::shared_memory::{MemoryFile, SharedMemory};
+use super::write_log::WriteLog;
 
 /// A session whose queues do not run, between two messages.
 #[derive(Debug, Serialize, Deserialize)]
@@ -37,6 +38,11 @@ pub struct SessionState {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     own_region: Option<InflightState>,
     backend_channel: Option<FdIndex>,
+    /// The log of written pages, of a guest that migrates.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    log: Option<RegionState>,
+    #[serde(default, skip_serializing_if = "is_off")]
+    log_all: bool,
     rings: Vec<RingFields>,
 }
 
@@ -76,6 +82,9 @@ struct RingFields {
     size: u16,
     /// Addresses of the descriptor table, the avail ring and the used ring.
     addresses: Option<[u64; 3]>,
+    /// The address of the used ring in the log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    log: Option<u64>,
     started: bool,
     enabled: bool,
     next_avail: u16,
@@ -104,6 +113,8 @@ impl SessionState {
         let inflight =
             connection.inflight.as_ref().map(|inflight| InflightState::from_region(inflight, fds));
         let inflight = inflight.transpose()?;
+        let log = connection.log.as_ref().and_then(|log| log.files.first());
+        let log = log.map(|file| RegionState::from_file(file, fds)).transpose()?;
         let rings = connection.rings.iter().map(|ring| RingFields::from_ring(ring, fds));
         let rings = rings.collect::<io::Result<_>>()?;
         Ok(Self {
@@ -116,6 +127,8 @@ impl SessionState {
             memory,
             inflight,
             own_region: None,
+            log,
+            log_all: connection.log_all,
             backend_channel: put_some(
                 fds,
                 "back-end channel",
@@ -198,6 +211,12 @@ impl SessionState {
         if let Some(region) = self.own_region {
             connection.own_region = Some(region.map(&connection.setup, fds)?);
         }
+        if let Some(log) = self.log {
+            let area = LogArea { size: log.size, file_offset: log.file_offset };
+            let memory = RegionState::map(vec![log], &connection.setup, fds)?;
+            connection.log = Some(WriteLog::new(area, memory).map_err(io::Error::other)?);
+        }
+        connection.log_all = self.log_all;
         let Connection { rings, relay, setup, .. } = &mut connection;
         for (ring, fields) in rings.iter_mut().zip(self.rings) {
             // A ring that does not fit into the memory did not run in the old process either.
@@ -322,6 +341,7 @@ impl RingFields {
         Ok(Self {
             size: settings.size,
             addresses,
+            log: settings.log,
             started: settings.started,
             enabled: settings.enabled,
             next_avail: ring.next_avail,
@@ -349,6 +369,7 @@ impl RingFields {
         });
         ring.settings.size = self.size;
         ring.settings.addresses = addresses;
+        ring.settings.log = self.log;
         ring.settings.started = self.started;
         ring.settings.enabled = self.enabled;
         ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
@@ -357,6 +378,11 @@ impl RingFields {
         ring.err = fds.take_some(self.err)?;
         Ok(())
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_off(flag: &bool) -> bool {
+    !flag
 }
 
 fn put_some(

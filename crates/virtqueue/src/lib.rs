@@ -73,7 +73,9 @@ pub use budget::MappingBudget;
 pub use chain::Chain;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
 pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
-pub use memory::{AnswerPlace, GuestMemory, LocalMemory, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
+pub use memory::{
+    AnswerPlace, DirtyLog, GuestMemory, LocalMemory, MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE, QueueLog,
+};
 pub use packed::PackedQueue;
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use rings::AvailIdx;

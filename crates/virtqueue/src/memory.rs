@@ -6,11 +6,13 @@
 //! shrink afterwards, and keeps that map alive. Its pointers are good for as long as the list can
 //! be reached, so the modules that use it need no `unsafe`.
 
+mod dirty_log;
 mod local;
 mod map;
 mod table;
 mod translator;
 
+pub use dirty_log::{DirtyLog, QueueLog};
 pub use local::LocalMemory;
 pub use map::GuestMemory;
 pub(crate) use table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor};

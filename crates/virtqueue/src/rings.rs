@@ -1,5 +1,6 @@
 //! Host pointers to the avail and used rings of a split virtqueue, and all accesses to the rings.
 
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -14,14 +15,14 @@ const AVAIL_RING_ALIGN: usize = 2;
 const USED_RING_ALIGN: usize = 4;
 
 /// Offset of `idx` in both rings; `flags` is at 0.
-const RING_IDX: usize = 2;
+pub(crate) const RING_IDX: usize = 2;
 /// Offset of the entries in both rings.
 const RING_ENTRIES: usize = 4;
 const AVAIL_ENTRY_BYTES: usize = 2;
 const USED_ENTRY_BYTES: usize = 8;
 /// Bytes of `used_event` after the avail ring's entries, and of `avail_event` after the used
 /// ring's.
-const RING_EVENT_BYTES: usize = 2;
+pub(crate) const RING_EVENT_BYTES: usize = 2;
 
 /// The size and the guest addresses of both rings.
 pub(crate) struct RingParts {
@@ -233,6 +234,22 @@ impl Rings {
         // SAFETY: the used ring is mapped and aligned to 4 and has `mask` + 1 entries that begin
         // with a u32, see `Rings`.
         unsafe { load(self.used.add(offset), Ordering::Relaxed) }
+    }
+
+    /// The offsets in the used ring of the elements from index `first` up to `end`, which wrap at
+    /// the end of the ring. Either part may be empty.
+    pub(crate) fn used_entry_ranges(&self, first: u16, end: u16) -> [Range<usize>; 2] {
+        let size = usize::from(self.mask) + 1;
+        let start = usize::from(first & self.mask);
+        let count = usize::from(end.wrapping_sub(first)).min(size);
+        let tail = count.min(size - start);
+        let offset = |entry| RING_ENTRIES + entry * USED_ENTRY_BYTES;
+        [offset(start)..offset(start + tail), offset(0)..offset(count - tail)]
+    }
+
+    /// The offset in the used ring of `avail_event`, behind the elements.
+    pub(crate) fn avail_event_offset(&self) -> usize {
+        RING_ENTRIES + (usize::from(self.mask) + 1) * USED_ENTRY_BYTES
     }
 
     pub(crate) fn store_used_flags(&self, flags: u16) {

@@ -3,6 +3,7 @@
 //! Setup checks the rings once; then host pointers access them. The avail idx is read on request,
 //! and when all announced chains are popped. The used idx is written once per batch.
 
+mod log;
 mod popped;
 
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::chain::{self, Chain};
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
 use crate::memory::{
-    AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, Translator,
+    AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, QueueLog, Translator,
 };
 use crate::rings::{AvailIdx, RingParts, Rings, map_part};
 
@@ -73,6 +74,10 @@ pub struct SplitQueue {
     inflight: Option<Box<Inflight>>,
     /// True if a pop prefetches for the next chains.
     prefetch: bool,
+    /// The log of writes, if there is one.
+    log: Option<QueueLog>,
+    /// Memory with lost regions, which chains that were popped before the loss may have.
+    before_loss: Vec<LocalMemory>,
 }
 
 impl SplitQueue {
@@ -105,6 +110,8 @@ impl SplitQueue {
             recovered: 0,
             inflight: None,
             prefetch: true,
+            log: None,
+            before_loss: Vec::new(),
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
         Ok(queue)
@@ -188,13 +195,14 @@ impl SplitQueue {
     #[cold]
     fn pop_after_loss(&mut self) -> Result<Option<Chain>, QueueError> {
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
-        let memory = self.translator.memory();
+        let memory = self.translator.memory().clone();
         // Any part of a valid map is a valid map.
         let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
         match self.set_memory(LocalMemory::new(Arc::new(rest))) {
             Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
             other => other?,
         }
+        self.before_loss.push(memory);
         self.pop()
     }
 
@@ -278,6 +286,9 @@ impl SplitQueue {
     pub fn publish_quietly(&mut self) -> u16 {
         let count = self.next_used.wrapping_sub(self.published_used);
         if count > 0 {
+            if self.log.is_some() {
+                self.mark_new_elements();
+            }
             let (first, end) = (self.published_used, self.next_used);
             match &mut self.inflight {
                 None => self.rings.store_used_idx(end),
@@ -285,6 +296,9 @@ impl SplitQueue {
                 Some(inflight) => inflight.publish(&self.rings, first, end),
             }
             self.published_used = end;
+            if self.log.is_some() {
+                self.mark_used_idx();
+            }
         }
         let unchecked = self.next_used.wrapping_sub(self.checked_used);
         assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
@@ -370,6 +384,7 @@ impl SplitQueue {
         } else {
             self.rings.store_used_flags(0);
         }
+        self.mark_kick_wish();
         // The counterpart of the fence in `publish`, for avail idx and the kick.
         fence(Ordering::SeqCst);
         self.next_avail != self.rings.load_avail_idx()
@@ -380,6 +395,7 @@ impl SplitQueue {
     pub fn disable_kicks(&mut self) {
         if !self.config.event_idx {
             self.rings.store_used_flags(USED_F_NO_NOTIFY);
+            self.mark_kick_wish();
         }
     }
 
@@ -415,6 +431,7 @@ impl SplitQueue {
         let answer_place = self.translator.answer_place();
         (self.translator, self.rings) = map_parts(memory, &self.config)?;
         self.translator.set_answer_place(answer_place);
+        self.translator.memory().set_log(self.log_of_data());
         Ok(())
     }
 
@@ -455,22 +472,6 @@ impl SplitQueue {
         let entries = (0..count).map(|at| avail_shadow.wrapping_add(at));
         inflight.seen(entries.map(|index| rings.avail_entry(index)));
         if inflight.is_intact() { Ok(()) } else { Err(InflightError::Gone) }
-    }
-
-    /// Unmarks chains that were seen and not popped. The next process finds them in the avail ring.
-    ///
-    /// # Panics
-    ///
-    /// If [chains of an earlier process](Self::has_recovered) are still to be popped.
-    pub fn unmark_rest(&mut self) {
-        assert!(self.recovered == 0, "the avail ring does not have {} chains", self.recovered);
-        let Self { inflight, rings, next_avail, avail_shadow, .. } = self;
-        if let Some(inflight) = inflight {
-            let count = avail_shadow.wrapping_sub(*next_avail);
-            let entries = (0..count).rev().map(|at| next_avail.wrapping_add(at));
-            inflight.leave(entries.map(|index| rings.avail_entry(index)));
-        }
-        self.avail_shadow = self.next_avail;
     }
 }
 

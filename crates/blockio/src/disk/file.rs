@@ -299,13 +299,14 @@ impl FileDisk {
         let mut retries = OpRetries::default();
         loop {
             let mut buffers = completion.buffers;
+            if kind == OpKind::Read {
+                // An op that failed or moved less may have written any part of its memory.
+                buffers.wrote(wanted);
+            }
             match completion.result {
                 Ok(moved) => {
                     retries = OpRetries::default();
                     let moved = moved.min(wanted);
-                    if kind == OpKind::Read {
-                        buffers.wrote(moved);
-                    }
                     // Direct I/O can continue only at a multiple of its alignment.
                     let part = moved & !(self.request_align - 1);
                     let usable = if moved == wanted { moved } else { part };

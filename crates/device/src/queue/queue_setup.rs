@@ -7,7 +7,8 @@ use blockio::disk::WaitMode;
 use blockio::oneshot;
 use rustix::fd::OwnedFd;
 use virtqueue::{
-    AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, SplitQueue,
+    AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, QueueLog,
+    SplitQueue,
 };
 
 use crate::events::Events;
@@ -32,6 +33,8 @@ pub struct QueueSetup {
     pub call: Option<OwnedFd>,
     /// An eventfd to add to when the ring is bad.
     pub err: Option<OwnedFd>,
+    /// The log of pages that the device writes, for a driver whose guest migrates.
+    pub log: Option<QueueLog>,
 }
 
 /// Negotiated features and options of a queue.
@@ -61,7 +64,16 @@ impl QueueSetup {
     #[must_use]
     pub fn new(memory: Arc<GuestMemory>, ring: Ring, kick: OwnedFd, call: OwnedFd) -> Self {
         let (kick, call) = (Some(kick), Some(call));
-        Self { memory, ring, inflight: None, region_is_own: false, kick, call, err: None }
+        Self {
+            memory,
+            ring,
+            inflight: None,
+            region_is_own: false,
+            kick,
+            call,
+            err: None,
+            log: None,
+        }
     }
 
     /// Returns true if requests that wait may be left in the region for the next start.

@@ -424,7 +424,8 @@ fn a_log_of_writes_includes_data_that_another_iothread_received() {
     let thread = new_thread();
     let disk = source.attach(thread.io());
     let (memory, log) = (filled(0xee, 8192), Rc::<Log>::default());
-    let logged = Memory::with_log(memory.memory().clone(), Rc::<Log>::clone(&log));
+    let logged = Memory::loggable(memory.memory().clone());
+    logged.set_log(Some(Rc::<Log>::clone(&log)));
     // SAFETY: the ranges are those of `memory`, which the list keeps.
     let list = unsafe { Buffers::from_raw_parts(memory.iovecs().to_vec().into(), logged) };
     thread.block_on(disk.read(0, list)).unwrap().unwrap();

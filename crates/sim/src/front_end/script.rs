@@ -151,7 +151,7 @@ impl FrontEnd {
             avail_ring: self.user_base + ring.avail_ring,
             used_ring: self.user_base + ring.used_ring,
         };
-        Request::SetVringAddr { index: number(queue), addresses }
+        Request::SetVringAddr { index: number(queue), addresses, log: None }
     }
 
     /// Starts a queue that has stopped at this avail entry.

@@ -7,7 +7,7 @@ use iomem::fits;
 use super::Connection;
 use crate::connection::SessionSetup;
 use crate::outcome::{Outcome, Start, Work};
-use crate::ring::keep_first;
+use crate::ring::{Surroundings, keep_first};
 
 impl Connection {
     pub(super) fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
@@ -18,17 +18,23 @@ impl Connection {
     }
 
     pub(super) fn start_ring(&mut self, ring: usize) {
+        if self.log_fault(ring).is_some() {
+            // The message for the log may still follow.
+            return;
+        }
         if let Err(error) = self.make_own_region(ring) {
             return keep_first(&mut self.failure, error);
         }
+        let log = self.queue_log(ring);
         let SessionSetup { device, threads, waker, .. } = &self.setup;
         let index = fits(ring, "the number of a queue");
         let thread = &threads[ring % threads.len()];
         let inflight = self.inflight.as_ref().map(|inflight| (&inflight.region, false));
         let own = self.own_region.as_ref().map(|inflight| (&inflight.region, true));
         let inflight = inflight.or(own);
-        let (memory, ring) = (&self.memory.map, &mut self.rings[ring]);
-        if let Err(error) = ring.begin_start(index, device, memory, inflight, thread, waker) {
+        let surroundings = Surroundings { memory: &self.memory.map, inflight, log };
+        let ring = &mut self.rings[ring];
+        if let Err(error) = ring.begin_start(index, device, surroundings, thread, waker) {
             keep_first(&mut self.failure, error);
         }
     }

@@ -72,7 +72,7 @@ impl Connection {
     }
 
     fn poll_rings(&mut self) -> bool {
-        let mut is_busy = false;
+        let mut is_busy = self.awaits_logs();
         for ring in &mut self.rings {
             match ring.progress() {
                 RingProgress::Settled => {}
@@ -113,7 +113,7 @@ impl Connection {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         self.rings.clear();
         self.relay = CallRelay::default();
-        (self.inflight, self.own_region) = (None, None);
+        (self.inflight, self.own_region, self.log) = (None, None, None);
         if let Some(channel) = self.backend_channel.take() {
             drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
         }

@@ -23,6 +23,7 @@ use super::super::examiner::Examiner;
 use super::super::examiner::tests::wait_until;
 use super::super::message::{Config, Header, InflightArea, RingAddresses};
 use super::super::ring::RingSettings;
+use super::negotiation::VHOST_FEATURES;
 use super::*;
 
 const QUEUES: u16 = 2;
@@ -175,7 +176,7 @@ impl Scene {
             let byte = u8::try_from(index).unwrap();
             let addresses = addresses(USER_ADDR + 0x4000 * u64::from(index));
             all.push((SetVringNum { index, size }, vec![]));
-            all.push((SetVringAddr { index, addresses }, vec![]));
+            all.push((SetVringAddr { index, addresses, log: None }, vec![]));
             all.push((SetVringKick { index: byte, has_fd: true }, vec![new_eventfd()]));
             all.push((SetVringEnable { index, value: 1 }, vec![]));
         }
@@ -192,11 +193,11 @@ impl Scene {
     /// The state that messages can change, except for running queues.
     fn state(&self) -> String {
         let rings = self.connection.rings.iter().map(|ring| {
-            let RingSettings { size, addresses, started, enabled, kick } = &ring.settings;
+            let RingSettings { size, addresses, log, started, enabled, kick } = &ring.settings;
             let kick = kick.as_ref().map(Arc::as_ptr);
             // A running queue moves on while its state is read.
             let next_avail = ring.is_stopped().then_some(ring.next_avail);
-            format!("{size} {addresses:?} {started} {enabled} {kick:?} {next_avail:?}")
+            format!("{size} {addresses:?} {log:?} {started} {enabled} {kick:?} {next_avail:?}")
         });
         let rings: Vec<String> = rings.collect();
         let Connection { protocol_features, rings_need_enable, status, memory, inflight, .. } =
@@ -250,7 +251,7 @@ fn answer(number: u64) -> Ended {
 #[test]
 fn messages_that_stand_alone() {
     use Request::*;
-    let all = Scene::new(PROTOCOL_FEATURES).device.features() | F_PROTOCOL_FEATURES;
+    let all = Scene::new(PROTOCOL_FEATURES).device.features() | VHOST_FEATURES;
     let capacity = Config { data: 2048_u64.to_le_bytes().to_vec(), ..config(0, &[]) };
     let table = [
         (SetOwner, Ended::Done),
@@ -287,7 +288,7 @@ fn only_a_ring_that_could_run_lacks_memory() {
     let kick = || vec![new_eventfd()];
     for (request, fds, lacking) in [
         (SetFeatures(F_PROTOCOL_FEATURES | 1 << 32), vec![], None),
-        (SetVringAddr { index: 1, addresses: place }, vec![], None),
+        (SetVringAddr { index: 1, addresses: place, log: None }, vec![], None),
         (SetVringKick { index: 1, has_fd: true }, kick(), None),
         (SetVringNum { index: 1, size: 16 }, vec![], None),
         (SetVringEnable { index: 1, value: 1 }, vec![], Some(1)),
@@ -313,7 +314,11 @@ fn messages_that_are_refused() {
         (SetVringNum { index: 0, size: 3 }, true, "a ring cannot have 3 entries"),
         (SetVringNum { index: 0, size: 2048 }, true, "a ring cannot have 2048 entries"),
         (SetVringNum { index: 2, size: 64 }, true, "no queue 2: the device has 2"),
-        (SetVringAddr { index: u32::MAX, addresses: addresses(0) }, true, "the device has 2"),
+        (
+            SetVringAddr { index: u32::MAX, addresses: addresses(0), log: None },
+            true,
+            "the device has 2",
+        ),
         (SetVringBase { index: 0, base: 65_536 }, true, "ring base 65536"),
         (GetVringBase { index: 2 }, true, "queue 2"),
         (SetVringEnable { index: 0, value: 1 }, true, "before protocol features are negotiated"),
@@ -380,7 +385,7 @@ fn a_queue_runs_after_all_messages_in_any_order() {
         let (request, fds) = match step {
             0 => (AddMemReg(region()), scene.memory()),
             1 => (SetVringNum { index: 1, size: 16 }, vec![]),
-            2 => (SetVringAddr { index: 1, addresses: place }, vec![]),
+            2 => (SetVringAddr { index: 1, addresses: place, log: None }, vec![]),
             3 => (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
             _ => (SetVringEnable { index: 1, value: 1 }, vec![]),
         };
@@ -424,7 +429,7 @@ fn messages() -> impl Strategy<Value = (Request, Fd)> {
             let addresses = addresses(USER_ADDR + place);
             match kind {
                 0 => (SetVringNum { index, size: 15 + value }, Fd::None),
-                1 => (SetVringAddr { index, addresses }, Fd::None),
+                1 => (SetVringAddr { index, addresses, log: None }, Fd::None),
                 2 => (SetVringBase { index, base: 65_533 + value }, Fd::None),
                 3 => (GetVringBase { index }, Fd::None),
                 4 | 5 => (SetVringKick { index: byte, has_fd }, fd),

@@ -2,6 +2,7 @@
 //! only when the test lets them. Messages are checked against the `vhost` crate's.
 
 #[cfg(test)]
+mod log;
 mod memory;
 #[cfg(test)]
 mod oracle;

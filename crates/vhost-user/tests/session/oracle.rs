@@ -12,7 +12,7 @@ use vhost::vhost_user::{
     HandlerResult, Result, VhostUserBackendReqHandlerMut, VhostUserFrontend,
     VhostUserFrontendReqHandlerMut,
 };
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo, VringConfigData};
 use vhost_user::message::{Config, HEADER_BYTES, Header, Region, Request, RingAddresses};
 use vhost_user::{End, PROTOCOL_FEATURES};
 use vmm_sys_util::eventfd::EventFd;
@@ -38,7 +38,7 @@ fn requests() -> Vec<(Request, usize)> {
         (Request::AddMemReg(other), 1),
         (Request::RemMemReg(region()), 0),
         (Request::SetVringNum { index: 1, size: 256 }, 0),
-        (Request::SetVringAddr { index: 1, addresses }, 0),
+        (Request::SetVringAddr { index: 1, addresses, log: None }, 0),
         (Request::SetVringBase { index: 1, base: 77 }, 0),
         (Request::GetVringBase { index: 1 }, 0),
         (Request::SetVringKick { index: 1, has_fd: true }, 1),
@@ -149,6 +149,13 @@ fn play_front_end(socket: UnixStream, channel: &UnixStream) {
         // A queue calls once when it starts.
         wait_until(|| event.read().is_ok());
     }
+    let log = VhostUserDirtyLogRegion {
+        mmap_size: 0x20_0000 / 4096 / 8,
+        mmap_offset: 0,
+        mmap_handle: memory.as_raw_fd(),
+    };
+    frontend.set_log_base(0, Some(log)).unwrap();
+    frontend.set_log_fd(EventFd::new(0).unwrap().as_raw_fd()).unwrap();
     let flags = VhostUserConfigFlags::empty();
     let (_, config) = frontend.get_config(0, 60, flags, &[0; 60]).unwrap();
     assert_eq!(config[32], 1);
@@ -322,7 +329,7 @@ impl VhostUserBackendReqHandlerMut for Recorder {
         _log: u64,
     ) -> Result<()> {
         let addresses = RingAddresses { desc_table, avail_ring, used_ring };
-        self.record(Request::SetVringAddr { index, addresses })
+        self.record(Request::SetVringAddr { index, addresses, log: None })
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {

@@ -25,9 +25,9 @@ use virtqueue::MappingRules;
 pub(crate) const QUEUES: u16 = 2;
 pub(crate) const QUEUE_SIZE: u16 = 16;
 
-const MEMORY_BYTES: u64 = 1 << 20;
-const GUEST_ADDR: u64 = 0x10_0000;
-const USER_ADDR: u64 = 0x7f00_0000_0000;
+pub(crate) const MEMORY_BYTES: u64 = 1 << 20;
+pub(crate) const GUEST_ADDR: u64 = 0x10_0000;
+pub(crate) const USER_ADDR: u64 = 0x7f00_0000_0000;
 
 pub(crate) struct Scene {
     pub(crate) io: IoThread,
@@ -71,14 +71,17 @@ impl Scene {
     }
 
     pub(crate) fn session(&self, socket: UnixStream) -> Session {
-        let setup = SessionSetup {
+        Session::new(socket, self.setup(), self.now)
+    }
+
+    pub(crate) fn setup(&self) -> SessionSetup {
+        SessionSetup {
             device: self.device.clone(),
             threads: vec![self.io.remote()],
             rules: self.rules.clone(),
             examiner: Arc::clone(&self.examiner),
             waker: Waker::from(Arc::clone(&self.woken)),
-        };
-        Session::new(socket, setup, self.now)
+        }
     }
 
     /// Drives the session as far as it gets without its IoThread. Returns the reason of its end, if
@@ -192,7 +195,7 @@ impl Scene {
         self.send_checked(
             session,
             frontend,
-            &Request::SetVringAddr { index: ring, addresses },
+            &Request::SetVringAddr { index: ring, addresses, log: None },
             &[],
         );
         let kick = Request::SetVringKick { index, has_fd: true };

@@ -130,7 +130,7 @@ fn unknown_messages_are_refused_or_ignored() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
-    for code in [0, 6, 7, 19, 23, 30, 35, 41, 44, 45, 1000, u32::MAX] {
+    for code in [0, 19, 23, 30, 35, 41, 44, 45, 1000, u32::MAX] {
         let body = vec![0x55; 300];
         let header = Header::new(code, body.len());
         frontend.send_bytes(&[&header.encode()[..], &body].concat(), &[]);
@@ -419,7 +419,7 @@ fn a_refused_message_changes_nothing() {
     let end = region().user_addr + region().size;
     let tight = RingAddresses { used_ring: end - 4 - 8 * 16, ..addresses(end - 0x8000) };
     let at_end = RingAddresses { desc_table: end - 16 * 16, ..addresses(end - 0x8000) };
-    let set_addresses = |addresses| Request::SetVringAddr { index: 1, addresses };
+    let set_addresses = |addresses| Request::SetVringAddr { index: 1, addresses, log: None };
     let set_kick = Request::SetVringKick { index: 1, has_fd: true };
     let enable = Request::SetVringEnable { index: 1, value: 1 };
     let set_size = |size| Request::SetVringNum { index: 1, size };

@@ -4,9 +4,10 @@ use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use iomem::{Buffers, Memory, Ranges};
+use iomem::{Buffers, Memory, Ranges, WriteLog};
 use libc::iovec;
 
+use super::dirty_log::{DirtyLog, HostWrites};
 use super::map::{GuestMemory, HostRegion, to_usize};
 
 /// A thread's own counted reference to a [`GuestMemory`], and the owner for lists of its ranges. A
@@ -23,8 +24,18 @@ struct Local {
 impl LocalMemory {
     /// Makes the first reference of a thread. Further ones are clones of it.
     pub fn new(map: Arc<GuestMemory>) -> Self {
-        let memory = Memory::new(Arc::clone(&map));
+        let memory = Memory::loggable(Arc::clone(&map));
         Self(Rc::new(Local { map, memory }))
+    }
+
+    /// Sets, replaces or removes the log that marks writes through lists of this map, existing ones
+    /// too.
+    pub(crate) fn set_log(&self, log: Option<&Arc<DirtyLog>>) {
+        let writes = log.map(|log| {
+            let (map, log) = (Arc::clone(&self.0.map), Arc::clone(log));
+            Rc::new(HostWrites { map, log }) as Rc<dyn WriteLog>
+        });
+        self.0.memory.set_log(writes);
     }
 
     /// The map, for sharing with other threads.

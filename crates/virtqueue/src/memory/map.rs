@@ -136,6 +136,11 @@ impl GuestMemory {
         self.hosts.iter().map(|region| region.size).sum()
     }
 
+    /// The guest address behind the last region; 0 without regions.
+    pub fn end(&self) -> u64 {
+        self.hosts.last().map_or(0, |region| region.guest_addr + region.size)
+    }
+
     /// The number of regions.
     pub fn num_regions(&self) -> usize {
         self.regions.len()

@@ -11,6 +11,22 @@ impl SplitQueue {
         self.in_device -= 1;
     }
 
+    /// Unmarks chains that were seen and not popped. The next process finds them in the avail ring.
+    ///
+    /// # Panics
+    ///
+    /// If [chains of an earlier process](Self::has_recovered) are still to be popped.
+    pub fn unmark_rest(&mut self) {
+        assert!(self.recovered == 0, "the avail ring does not have {} chains", self.recovered);
+        let Self { inflight, rings, next_avail, avail_shadow, .. } = self;
+        if let Some(inflight) = inflight {
+            let count = avail_shadow.wrapping_sub(*next_avail);
+            let entries = (0..count).rev().map(|at| next_avail.wrapping_add(at));
+            inflight.leave(entries.map(|index| rings.avail_entry(index)));
+        }
+        self.avail_shadow = self.next_avail;
+    }
+
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
     /// at the pop. `None` if its first descriptor has fewer, or the driver has changed it.
     ///

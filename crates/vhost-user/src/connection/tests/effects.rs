@@ -116,7 +116,7 @@ fn set_up_ring(scene: &mut Scene, features: u64) {
         (SetFeatures(features), vec![]),
         (AddMemReg(region()), scene.memory()),
         (SetVringNum { index: 1, size: 16 }, vec![]),
-        (SetVringAddr { index: 1, addresses: addresses(USER_ADDR + 0x4000) }, vec![]),
+        (SetVringAddr { index: 1, addresses: addresses(USER_ADDR + 0x4000), log: None }, vec![]),
         (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
     ] {
         assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
@@ -154,7 +154,7 @@ fn a_kick_enables_a_ring_without_protocol_features() {
         for (request, fds) in [
             (SetMemTable(vec![region()]), memory),
             (SetVringNum { index: 1, size: 16 }, vec![]),
-            (SetVringAddr { index: 1, addresses: place }, vec![]),
+            (SetVringAddr { index: 1, addresses: place, log: None }, vec![]),
             (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
         ] {
             assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
@@ -172,7 +172,7 @@ fn a_running_ring_does_not_stop_when_its_addresses_are_repeated() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let place = addresses(USER_ADDR + 0x4000);
-    let repeat = |addresses| Request::SetVringAddr { index: 1, addresses };
+    let repeat = |addresses| Request::SetVringAddr { index: 1, addresses, log: None };
     let outcome = begin(&mut scene, &repeat(place), vec![]);
     assert!(matches!(outcome, Outcome::Later(Work::Start(_))));
     assert!(scene.connection.rings[1].is_running());

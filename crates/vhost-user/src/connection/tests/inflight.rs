@@ -142,7 +142,7 @@ fn task_management_begins_when_all_other_rings_are_served() {
     for index in 0..3_u8 {
         let addresses = addresses(USER_ADDR + 0x4000 * u64::from(index));
         all.push((SetVringNum { index: index.into(), size: 16 }, vec![]));
-        all.push((SetVringAddr { index: index.into(), addresses }, vec![]));
+        all.push((SetVringAddr { index: index.into(), addresses, log: None }, vec![]));
         all.push((SetVringKick { index, has_fd: true }, vec![new_eventfd()]));
     }
     for (request, fds) in all {

@@ -167,7 +167,7 @@ fn script(memory: &OwnedFd, events: &[OwnedFd]) -> Vec<(Request, Vec<OwnedFd>, b
         (Request::AddMemReg(region(MEMORY_BYTES / 2)), copy(memory), false),
         (Request::SetVringNum { index: 0, size: 16 }, vec![], false),
         (Request::SetVringBase { index: 0, base: 0 }, vec![], true),
-        (Request::SetVringAddr { index: 0, addresses }, vec![], true),
+        (Request::SetVringAddr { index: 0, addresses, log: None }, vec![], true),
         (Request::SetVringCall { index: 0, has_fd: true }, copy(&events[0]), true),
         (Request::SetVringKick { index: 0, has_fd: true }, copy(&events[1]), false),
         (Request::SetVringEnable { index: 0, value: 1 }, vec![], true),

@@ -1,0 +1,67 @@
+//! Marks of writes to the used ring in the log, and the log of a queue.
+
+use std::sync::Arc;
+
+use super::SplitQueue;
+use crate::memory::{DirtyLog, QueueLog};
+use crate::rings::{RING_EVENT_BYTES, RING_IDX};
+
+/// Bytes of used idx, and of the flags of the used ring.
+const FIELD_BYTES: usize = 2;
+
+impl SplitQueue {
+    /// Sets, replaces or removes the log of writes: to the used ring, and through the buffers of
+    /// all chains, popped ones too. The previous log is not touched afterwards. The log must reach
+    /// to the end of guest memory, and of the used ring.
+    ///
+    /// The new log gets marks for the whole used ring: a process that was killed may have written
+    /// there without a mark.
+    pub fn set_log(&mut self, log: Option<QueueLog>) {
+        self.log = log;
+        for memory in self.before_loss.iter().chain([self.translator.memory()]) {
+            memory.set_log(self.log_of_data());
+        }
+        self.mark_used(0, self.rings.avail_event_offset() + self.event_bytes());
+    }
+
+    /// The log of writes through the buffers of chains.
+    pub(super) fn log_of_data(&self) -> Option<&Arc<DirtyLog>> {
+        self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
+    }
+
+    /// Marks the elements that were pushed since the last publish.
+    #[cold]
+    pub(super) fn mark_new_elements(&self) {
+        for range in self.rings.used_entry_ranges(self.published_used, self.next_used) {
+            self.mark_used(range.start, range.len());
+        }
+    }
+
+    /// Marks used idx, which was stored.
+    #[cold]
+    pub(super) fn mark_used_idx(&self) {
+        self.mark_used(RING_IDX, FIELD_BYTES);
+    }
+
+    /// Marks the field that was stored to enable or disable kicks.
+    pub(super) fn mark_kick_wish(&self) {
+        if self.log.is_none() {
+            return;
+        }
+        if self.config.event_idx {
+            self.mark_used(self.rings.avail_event_offset(), RING_EVENT_BYTES);
+        } else {
+            self.mark_used(0, FIELD_BYTES);
+        }
+    }
+
+    fn event_bytes(&self) -> usize {
+        if self.config.event_idx { RING_EVENT_BYTES } else { 0 }
+    }
+
+    fn mark_used(&self, offset: usize, bytes: usize) {
+        if let Some(QueueLog { log, used_ring: Some(start), .. }) = &self.log {
+            log.mark(start + offset as u64, bytes);
+        }
+    }
+}
