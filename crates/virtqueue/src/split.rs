@@ -15,7 +15,7 @@ use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
 use crate::memory::{
     AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, QueueLog, Translator,
 };
-use crate::rings::{AvailIdx, RingParts, Rings, map_part};
+use crate::rings::{RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
 /// The driver wants no calls; not used with event idx (virtio 1.3, section 2.7.6).
@@ -403,11 +403,6 @@ impl SplitQueue {
     /// device.
     pub fn next_avail(&self) -> u16 {
         self.next_avail
-    }
-
-    /// Returns a handle with which other threads read avail idx.
-    pub fn avail_idx(&self) -> AvailIdx {
-        AvailIdx::new(self.translator.memory(), self.config.avail_ring)
     }
 
     /// The number of entries of the ring.

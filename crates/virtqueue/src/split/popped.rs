@@ -1,7 +1,9 @@
-//! Popped chains: the way back into the ring, and a second look at the header.
+//! Popped chains: the way back into the ring, a second look at the header, and the view of other
+//! threads.
 
 use super::SplitQueue;
 use crate::memory::{DESC_F_INDIRECT, DESCRIPTOR_BYTES};
+use crate::rings::AvailIdx;
 
 impl SplitQueue {
     /// Gives the chain that was popped last back to the avail ring. The next pop returns it again.
@@ -25,6 +27,11 @@ impl SplitQueue {
             inflight.leave(entries.map(|index| rings.avail_entry(index)));
         }
         self.avail_shadow = self.next_avail;
+    }
+
+    /// Returns a handle with which other threads read avail idx.
+    pub fn avail_idx(&self) -> AvailIdx {
+        AvailIdx::new(self.translator.memory(), self.config.avail_ring)
     }
 
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
