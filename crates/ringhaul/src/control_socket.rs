@@ -11,7 +11,6 @@ mod connection;
 pub mod descriptors;
 mod message;
 mod methods;
-mod parser_words;
 mod schema;
 mod trusted_path;
 

@@ -4,6 +4,7 @@ pub mod command;
 pub(crate) mod file_record;
 pub(crate) mod identity;
 pub(crate) mod lease_id;
+pub(crate) mod parser_words;
 pub mod process;
 pub mod qos;
 mod rules;

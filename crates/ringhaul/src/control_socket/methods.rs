@@ -11,13 +11,13 @@ use super::access::Role;
 use super::client::Client;
 use super::descriptors::Descriptor;
 use super::message::{Code, RpcError};
-use super::parser_words::reword;
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
 use crate::daemon::process_status::log_lines;
 use crate::monitoring;
 use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
+use crate::spec::parser_words::PARAMETERS;
 use crate::spec::process::{LogLines, ProcessStatus};
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -121,7 +121,8 @@ where
             return Err(RpcError::new(Code::Params, "the parameters must be an object with names"));
         }
         let params: P = serde_path_to_error::deserialize(params).map_err(|error| {
-            let (place, error) = (error.path().to_string(), reword(&error.inner().to_string()));
+            let (place, error) =
+                (error.path().to_string(), PARAMETERS.reword(&error.inner().to_string()));
             // Some errors concern all parameters, and some name their place themselves.
             let is_known = place == "." || error.contains(&format!("`{place}`"));
             let text = if is_known { error } else { format!("{place}: {error}") };

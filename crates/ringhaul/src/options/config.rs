@@ -18,6 +18,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 use crate::options::{ServeArgs, one_line};
 use crate::sandbox::helper;
 use crate::socket::{Endpoint, permissions};
+use crate::spec::parser_words::{FILE, reword_syntax};
 use crate::spec::{EndpointSpec, ExportSpec, WrittenExport};
 
 /// The key of exports. Every other key is an option.
@@ -98,20 +99,16 @@ impl ConfigFile {
             let (line, column) = place(text, at.start);
             anyhow!("{}:{line}:{column}: {said}", self.path.display())
         };
-        let toml_error = |error: toml::de::Error| {
-            let mut said = error.message().trim().replace('\n', "; ");
-            // The parser takes an unquoted word for a number.
-            if said.starts_with("invalid float") {
-                said += "; write text in quotes, as in \"none\"";
-            }
+        let syntax_error = |error: toml::de::Error| {
+            let said = reword_syntax(error.message().trim());
             error_at(error.span().unwrap_or(0..0), &said)
         };
-        let table = DeTable::parse(text).map_err(toml_error)?.into_inner();
+        let table = DeTable::parse(text).map_err(syntax_error)?.into_inner();
         let (mut options, mut written) = (BTreeMap::new(), Vec::new());
         for (key, value) in table {
             let at = key.span();
             if key.get_ref() == EXPORT {
-                written = exports(value).map_err(toml_error)?;
+                written = exports(value).map_err(|(at, said)| error_at(at, &said))?;
                 continue;
             }
             let option = self.option(key.get_ref(), value);
@@ -132,7 +129,7 @@ impl ConfigFile {
         let arg = serve.get_arguments().find(known);
         let arg = arg.with_context(|| format!("unknown option '{key}'; see `serve --help`"))?;
         let value = toml::Value::deserialize(ValueDeserializer::from(value))
-            .map_err(|error| anyhow!("{}", error.message()))?;
+            .map_err(|error| anyhow!("{}", FILE.reword(error.message())))?;
         let options = options(key, arg, value)?;
         let words = ["serve"].into_iter().chain(options.iter().map(String::as_str));
         match serve.clone().try_get_matches_from(words) {
@@ -202,19 +199,30 @@ impl ConfigFile {
     }
 }
 
-/// The exports of a file, each with the range of its text.
-fn exports(value: Spanned<DeValue<'_>>) -> Result<Vec<Placed<WrittenExport>>, toml::de::Error> {
+/// The exports of a file, each with the range of its text. An error has the range of the value.
+fn exports(
+    value: Spanned<DeValue<'_>>,
+) -> Result<Vec<Placed<WrittenExport>>, (Range<usize>, String)> {
     let written = |value: Spanned<DeValue<'_>>| {
         let at = value.span();
-        let what = WrittenExport::deserialize(ValueDeserializer::from(value))?;
+        let read = serde_path_to_error::deserialize(ValueDeserializer::from(value));
+        let what = read.map_err(|error| {
+            let (place, error) = (error.path().to_string(), error.into_inner());
+            let said = FILE.reword(error.message());
+            // Some errors concern the whole export, and some name their place themselves.
+            let is_known = place == "." || said.contains(&format!("`{place}`"));
+            let said = if is_known { said } else { format!("{place}: {said}") };
+            (error.span().unwrap_or_else(|| at.clone()), said)
+        })?;
         Ok(Placed { at, what })
     };
+    let at = value.span();
     if let DeValue::Array(_) = value.get_ref()
         && let DeValue::Array(array) = value.into_inner()
     {
         return array.into_iter().map(written).collect();
     }
-    Err(serde::de::Error::custom("write each export as a table [[export]]"))
+    Err((at, "write each export as a table [[export]]".to_owned()))
 }
 
 /// Converts a key and its value to command-line options. A list makes one of each of its items, for
