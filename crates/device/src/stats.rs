@@ -1,6 +1,9 @@
 //! Counters of each queue, from the pop of a chain to its push. [`KindStats`] has the counters
 //! of one kind of request, and [`QueueStats`] has the counters of the whole queue.
 //!
+//! A new counter is a field of one of the two, written where its event happens in `queue.rs` or
+//! `queue/`. Users see it once the daemon's `spec/stats.rs` has it too.
+//!
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.
 

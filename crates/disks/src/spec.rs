@@ -6,7 +6,9 @@
 //! [`DiskOptions`](blockio::DiskOptions). Neither are secrets: a kind that needs one has a key that
 //! names a file with it.
 //!
-//! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, and its opening in `open.rs`.
+//! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, its files and servers in
+//! `places.rs`, which the sandbox admits, and its opening in `open.rs`. `open/for_other.rs` opens
+//! its files for a daemon that may not open them itself.
 //! docs/guide/disks.md lists kinds and keys, which a test compares, and docs/reference/control.md
 //! the form as a table.
 
