@@ -121,23 +121,46 @@ fn the_documented_example_is_served() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
+/// Checks that each text is refused with these words behind the name of the file.
+fn check_refused(cases: &[(&str, &[&str])]) -> Result<()> {
     let folders = test_folders()?;
+    let mut refusals = Refusals::default();
+    for (number, (text, words)) in cases.iter().enumerate() {
+        let file = folders.path(&format!("{number}.toml"));
+        fs::write(&file, text)?;
+        let name = file.display().to_string();
+        let words = [&[&*name], *words].concat();
+        refusals.check(text, check(&file), &words);
+        refusals.check(text, serve(&file), &words);
+    }
+    let missing = folders.path("missing.toml");
+    refusals.check("missing", check(&missing), &["missing.toml", "No such file"]);
+    refusals.finish()
+}
+
+#[test]
+fn an_invalid_option_is_refused_with_the_position() -> Result<()> {
+    check_refused(&[
+        ("iothreads = maybe\n", &[":1:13: ", "text without quotes"]),
+        ("\niothreads = 0\n", &[":2:1: ", "0 is not in 1..=256"]),
+        ("sqpoll = \"yes\"\n", &[":1:1: ", "sqpoll must be true or false"]),
+        ("engine = [\"aio\"]\n", &[":1:1: ", "engine must be a single value"]),
+        ("engin = \"aio\"\n", &[":1:1: ", "unknown option 'engin'"]),
+        ("serial = \"x\"\n", &[":1:1: ", "under [[export]]"]),
+        ("config = \"x\"\n", &[":1:1: ", "unknown option 'config'"]),
+        ("control-group = \"0\"\n", &["required", "--control <PATH>"]),
+        ("export = 3\n", &["[[export]]"]),
+        ("engine = \"aio\"\nsqpoll = true\n", &["--sqpoll is for engine io_uring"]),
+        ("iothreads = \"2\"\n", &[":1:1: ", "must be a number; write it without quotes"]),
+        ("cache = none\n", &[":1:", "write text in quotes"]),
+    ])
+}
+
+#[test]
+fn an_invalid_export_is_refused_with_the_position() -> Result<()> {
     let export = "[[export]]\nendpoint = { path = \"/a\" }\n";
     let blk = "device = { blk = { null = { size-bytes = 512 } } }\n";
-    let mut refusals = Refusals::default();
-    for (number, (text, words)) in [
-        ("iothreads = maybe\n".to_owned(), &[":1:13: ", "text without quotes"][..]),
-        ("\niothreads = 0\n".to_owned(), &[":2:1: ", "0 is not in 1..=256"]),
-        ("sqpoll = \"yes\"\n".to_owned(), &[":1:1: ", "sqpoll must be true or false"]),
-        ("engine = [\"aio\"]\n".to_owned(), &[":1:1: ", "engine must be a single value"]),
-        ("engin = \"aio\"\n".to_owned(), &[":1:1: ", "unknown option 'engin'"]),
-        ("serial = \"x\"\n".to_owned(), &[":1:1: ", "under [[export]]"]),
-        ("config = \"x\"\n".to_owned(), &[":1:1: ", "unknown option 'config'"]),
-        ("control-group = \"0\"\n".to_owned(), &["required", "--control <PATH>"]),
-        ("export = 3\n".to_owned(), &["[[export]]"]),
-        ("engine = \"aio\"\nsqpoll = true\n".to_owned(), &["--sqpoll is for engine io_uring"]),
+    let cases: [(String, &[&str]); 16] = [
         (format!("{export}{blk}read_only = true\n"), &[":4:1: ", "unknown key `read_only`"]),
         (
             format!("{export}{blk}num-queues = \"x\"\n"),
@@ -177,26 +200,10 @@ fn an_invalid_file_is_refused_with_the_position() -> Result<()> {
             &[":2:1: ", "/a is the path of the control socket"],
         ),
         (format!("{export}{blk}logical-block-bytes = 5\n"), &[":1:1: ", "block of 5 bytes"]),
-        (
-            "iothreads = \"2\"\n".to_owned(),
-            &[":1:1: ", "must be a number; write it without quotes"],
-        ),
-        ("cache = none\n".to_owned(), &[":1:", "write text in quotes"]),
         (format!("{export}{}", blk.replace("512", "513")), &[":1:1: ", "a disk of 513 bytes"]),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let file = folders.path(&format!("{number}.toml"));
-        fs::write(&file, &text)?;
-        let name = file.display().to_string();
-        let words = [&[&*name], words].concat();
-        refusals.check(&text, check(&file), &words);
-        refusals.check(&text, serve(&file), &words);
-    }
-    let missing = folders.path("missing.toml");
-    refusals.check("missing", check(&missing), &["missing.toml", "No such file"]);
-    refusals.finish()
+    ];
+    let cases: Vec<_> = cases.iter().map(|(text, words)| (&**text, *words)).collect();
+    check_refused(&cases)
 }
 
 /// Makes exports of null disks in the form of the configuration file.
