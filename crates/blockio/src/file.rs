@@ -1,6 +1,7 @@
 //! Open files and block devices: their descriptors, their loss of data, their queues.
 
 pub(crate) mod ab_test;
+pub(crate) mod claim;
 pub(crate) mod device_queue;
 mod file_table;
 pub(crate) mod io_file;

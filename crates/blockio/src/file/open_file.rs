@@ -12,6 +12,7 @@ use rustix::fd::AsFd;
 use tracing::Span;
 
 use crate::executor::sync::Lock;
+use crate::file::claim::Claim;
 use crate::file::device_queue::Device;
 use crate::file::op_kind::{OpKind, errno_of};
 use crate::file::write_loss::WriteLossTracker;
@@ -43,6 +44,8 @@ pub struct OpenFile {
     loss: WriteLossTracker,
     /// The time since when the oldest late op is in the kernel; `None` if no late op is known.
     stalled_since: Lock<Option<Instant>>,
+    /// Present for a file that another program has passed.
+    claim: Option<Claim>,
 }
 
 /// Submits of Linux AIO that waited for a file.
@@ -89,6 +92,11 @@ impl OpenFile {
             loss: WriteLossTracker::new(!(direct && is_block_device)),
             ..Self::from(OwnedFd::from(file))
         }
+    }
+
+    /// Keeps a claim as long as the file is open.
+    pub(crate) fn keep(&mut self, claim: Option<Claim>) {
+        self.claim = claim;
     }
 
     /// The path of the file; empty if unknown.
@@ -240,6 +248,7 @@ impl From<OwnedFd> for OpenFile {
             waits: Lock::default(),
             loss: WriteLossTracker::new(true),
             stalled_since: Lock::default(),
+            claim: None,
         }
     }
 }

@@ -10,13 +10,14 @@ use rustix::fs::{OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
 
 use super::alignment::Alignment;
 use super::attributes;
-use super::lock::{OpenError, is_still_locked, retry_open};
+use super::lock::{Conflict, OpenError, is_still_locked, retry_open};
 use super::opening::{check_mode, check_type, lock_as, open_alone, open_error};
 use super::partial_blocks::Blocks;
 use super::size_probe::{FileEnd, SizeProbe};
 use crate::disk::foreign;
 use crate::disk::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link};
 use crate::error::Error;
+use crate::file::claim::Claim;
 use crate::op::OpenFile;
 
 /// An open file.
@@ -62,7 +63,7 @@ impl FileSource {
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
-        Self::from_open((file, is_locked), path, options, is_block_device)
+        Self::from_open((file, is_locked, None), path, options, is_block_device)
     }
 
     /// A file that another program has opened. The caller has checked that it is the file at
@@ -78,13 +79,16 @@ impl FileSource {
         let wanted = (flags - OFlags::NONBLOCK - OFlags::DIRECT) | direct;
         fcntl_setfl(&file, wanted).map_err(|errno| failed(errno.into()))?;
         let is_block_device = found.is_block_device();
-        let is_locked = retry_open(path, options.at_once, || {
-            lock_as(&file, path, options).map_err(OpenError::Conflict)
+        let (is_locked, claim) = retry_open(path, options.at_once, || {
+            // First: after a conflict, the locks of the open file end, which another disk may use.
+            let claim = claim(&file, path, options)?;
+            let is_locked = lock_as(&file, path, options).map_err(OpenError::Conflict)?;
+            Ok((is_locked, claim))
         })?;
         if is_block_device {
             check_device(&file, options).map_err(unusable)?;
         }
-        Self::from_open((file, is_locked), path, options, is_block_device)
+        Self::from_open((file, is_locked, claim), path, options, is_block_device)
     }
 
     /// A file that another process has opened and locked with these options.
@@ -107,13 +111,16 @@ impl FileSource {
         }
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
         let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
-        let (source, info) = Self::from_open((file, is_locked), path, options, is_block_device)?;
+        // The other process has seen to it that its disks are not in each other's way.
+        let claim = claim(&file, path, options).unwrap_or_default();
+        let opened = (file, is_locked, claim);
+        let (source, info) = Self::from_open(opened, path, options, is_block_device)?;
         source.file.loss().note_foreign_writes();
         Ok((source, info))
     }
 
     fn from_open(
-        (file, is_locked): (File, bool),
+        (file, is_locked, claim): (File, bool, Option<Claim>),
         path: &Path,
         options: &DiskOptions,
         is_block_device: bool,
@@ -153,7 +160,9 @@ impl FileSource {
         let size_probe = file.metadata().ok().map(probe);
         let is_rotational = attributes::is_rotational(&file);
         let discard_bytes = discard_bytes(&file, is_block_device, logical_block_bytes);
-        let file = Arc::new(OpenFile::new(file, path, options.direct));
+        let mut file = OpenFile::new(file, path, options.direct);
+        file.keep(claim);
+        let file = Arc::new(file);
         let blocks = has_parts.then(|| Arc::new(Blocks::new(align.request)));
         let identity = identity.into();
         // Opening a block device for writing has claimed it.
@@ -291,6 +300,16 @@ impl FileSource {
     }
 }
 
+/// Claims a passed file, unless the options allow other users.
+fn claim(file: &File, path: &Path, options: &DiskOptions) -> Result<Option<Claim>, OpenError> {
+    if options.no_lock {
+        return Ok(None);
+    }
+    let claim = Claim::new(file, !options.read_only);
+    let claim = claim.map_err(|error| OpenError::Failed(open_error(path, options)(error)))?;
+    claim.map(Some).ok_or(OpenError::Conflict(Conflict::Locked))
+}
+
 /// The length of a file, or the size of a device, in bytes. Moves the position, which is not used.
 fn size_of(file: impl AsFd) -> Result<u64, String> {
     let size_bytes = rustix::fs::seek(file, SeekFrom::End(0))
@@ -387,5 +406,35 @@ mod tests {
             let error = open(file, false).unwrap_err();
             assert!(matches!(error, Error::Unusable { .. }), "{error}");
         }
+    }
+
+    /// Its lock is not in the way of itself.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn one_open_file_that_is_passed_twice_serves_one_writable_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let open = |read_only: bool, no_lock: bool| {
+            let passed = vec![(path.clone(), file.try_clone().unwrap())];
+            let files = Some(Arc::new(FileTable::new(passed, true)));
+            FileSource::open(
+                &path,
+                &DiskOptions { read_only, no_lock, files, ..Default::default() },
+            )
+        };
+        for (first, second) in [(false, false), (false, true), (true, false)] {
+            let _held = open(first, false).unwrap();
+            let error = open(second, false).unwrap_err();
+            assert!(matches!(error, Error::InUse { is_user_known: true, .. }), "{error}");
+            assert!(open(second, true).is_ok(), "the user allows it");
+        }
+        let _two = [open(true, false).unwrap(), open(true, false).unwrap()];
+        drop(_two);
+        // The process that takes over knows of it, too.
+        let options = DiskOptions::default();
+        let handed = FileSource::handed_over(file.try_clone().unwrap(), &path, &options);
+        assert!(open(false, false).is_err() && handed.is_ok());
     }
 }
