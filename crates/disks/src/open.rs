@@ -137,7 +137,7 @@ impl DiskOpener<'_> {
         self.cancel_token.while_reading(&below, || {
             let (source, file) = (below.clone(), over.whole_file());
             let files = options.files.as_deref();
-            let image = ImageFile { source, file, allowed, files };
+            let image = ImageFile { source, file, allowed, files, look: None };
             open_qcow2(image, open_backing, self.is_handed_over)
         })
     }
@@ -181,6 +181,7 @@ mod image {
         pub(super) file: Option<&'a Path>,
         pub(super) allowed: &'a BackingFiles,
         pub(super) files: Option<&'a FileTable>,
+        pub(super) look: Option<&'a dyn Fn(&Path) -> Result<std::fs::File>>,
     }
 
     /// Fails like [`is_image`].
@@ -189,8 +190,8 @@ mod image {
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
         _: bool,
     ) -> Result<DiskSource> {
-        let ImageFile { source, file, allowed, files } = image;
-        let _unused = (file, allowed, files);
+        let ImageFile { source, file, allowed, files, look } = image;
+        let _unused = (file, allowed, files, look.is_some());
         is_image(&source).map(|_| source)
     }
 }

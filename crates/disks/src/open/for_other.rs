@@ -18,6 +18,9 @@ use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 /// [`open_for_other`](blockio::disk::open_for_other) is the model.
 pub type OpenForOther<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<File> + 'a;
 
+/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
+pub type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
+
 /// Opens the files that a disk names, and the backing files of an image that lies in a file. Only
 /// headers of images are read. The names of the other process for the files are beside them.
 ///
@@ -30,39 +33,63 @@ pub fn open_files(
     open: &mut OpenForOther<'_>,
 ) -> Result<Vec<(PathBuf, File)>> {
     let mut files = Vec::new();
-    add_files(disk, options, open, &mut files)?;
+    add_files(disk, options, &mut Opener { open, look: None }, &mut files)?;
     Ok(files)
+}
+
+/// Like [`open_files`], for a program that asks with fewer rights than this one has: backing files
+/// are looked up by `look`, and so no error tells of a file that it does not permit.
+///
+/// # Errors
+///
+/// Like [`open_files`], and errors of `look`.
+pub fn open_files_by(
+    disk: &DiskSpec,
+    options: &DiskOptions,
+    open: &mut OpenForOther<'_>,
+    look: &LookUp<'_>,
+) -> Result<Vec<(PathBuf, File)>> {
+    let mut files = Vec::new();
+    add_files(disk, options, &mut Opener { open, look: Some(look) }, &mut files)?;
+    Ok(files)
+}
+
+/// The ways to open a file, and to look one up.
+struct Opener<'a, 'b> {
+    open: &'a mut OpenForOther<'b>,
+    #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "only images look files up"))]
+    look: Option<&'a LookUp<'a>>,
 }
 
 fn add_files(
     disk: &DiskSpec,
     options: &DiskOptions,
-    open: &mut OpenForOther<'_>,
+    opener: &mut Opener<'_, '_>,
     files: &mut Vec<(PathBuf, File)>,
 ) -> Result<()> {
     let beside = DiskOptions { read_only: true, no_lock: true, ..DiskOptions::default() };
     let mut add = |path: &Path, options: &DiskOptions| -> Result<()> {
-        files.push((path.to_owned(), open(path, options)?));
+        files.push((path.to_owned(), (opener.open)(path, options)?));
         Ok(())
     };
     match disk {
         DiskSpec::File(path) => add(path, options),
         DiskSpec::Null { .. } | DiskSpec::Nbd(_) | DiskSpec::Rbd(_) => Ok(()),
-        DiskSpec::Raw { over, .. } => add_files(over, options, open, files),
+        DiskSpec::Raw { over, .. } => add_files(over, options, opener, files),
         DiskSpec::Luks { key, header, over, .. } => {
             if let KeySpec::File(path) = key {
                 add(path, &beside)?;
             }
             header.iter().try_for_each(|path| add(path, &beside))?;
-            add_files(over, options, open, files)
+            add_files(over, options, opener, files)
         }
         DiskSpec::Qcow2 { backing, over } => {
-            add_files(over, options, open, files)?;
-            add_backing(None, backing, over, open, files)
+            add_files(over, options, opener, files)?;
+            add_backing(None, backing, over, opener, files)
         }
         DiskSpec::Image { format, backing, over } => {
-            add_files(over, options, open, files)?;
-            add_backing(Some(*format), backing, over, open, files)
+            add_files(over, options, opener, files)?;
+            add_backing(Some(*format), backing, over, opener, files)
         }
     }
 }
@@ -73,7 +100,7 @@ fn add_backing(
     format: Option<ImageFormat>,
     allowed: &BackingFiles,
     over: &DiskSpec,
-    open: &mut OpenForOther<'_>,
+    opener: &mut Opener<'_, '_>,
     files: &mut Vec<(PathBuf, File)>,
 ) -> Result<()> {
     // An image in another layer is read by the process that serves it.
@@ -94,9 +121,10 @@ fn add_backing(
     if format.is_some() && !is_image(&source)? {
         return Ok(());
     }
-    let image = ImageFile { source, file: Some(file), allowed, files: None };
+    let image = ImageFile { source, file: Some(file), allowed, files: None, look: opener.look };
     open_layers(image, |path, within, by_image| {
-        let opened = open(path, &DiskOptions { within: within.cloned(), ..options.clone() })?;
+        let opened =
+            (opener.open)(path, &DiskOptions { within: within.cloned(), ..options.clone() })?;
         let named = within.map_or_else(|| path.to_owned(), |folder| folder.join(path));
         let source = as_disk(&named, &opened)?;
         // The other process looks for the name in the image, which may differ from the listed one.
@@ -114,7 +142,7 @@ fn add_backing(
     _: Option<ImageFormat>,
     _: &BackingFiles,
     _: &DiskSpec,
-    _: &mut OpenForOther<'_>,
+    _: &mut Opener<'_, '_>,
     _: &mut [(PathBuf, File)],
 ) -> Result<()> {
     Ok(())

@@ -55,7 +55,11 @@ pub(super) struct ImageFile<'a> {
     pub(super) allowed: &'a BackingFiles,
     /// Files that are open already.
     pub(super) files: Option<&'a FileTable>,
+    /// The look-up of files for a program with fewer rights than this one.
+    pub(super) look: Option<&'a LookUp<'a>>,
 }
+
+type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
 /// may be relative to a folder that it must not leave. With `is_deferred` another process still
@@ -72,13 +76,13 @@ pub(super) fn open_qcow2(
 /// Opens the layers of a qcow2 image, from the top. `open_backing` also gets the path to which the
 /// name in the image leads.
 pub(super) fn open_layers(
-    ImageFile { source, file, allowed, files }: ImageFile<'_>,
+    ImageFile { source, file, allowed, files, look }: ImageFile<'_>,
     mut open_backing: impl FnMut(&Path, Option<&Folder>, &Path) -> Result<DiskSource>,
 ) -> Result<Vec<Layer>> {
     let mut layers = vec![Layer::qcow2(source)?];
     let outer = file.map_or("the image".to_owned(), |path| path.display().to_string());
     let mut finder = BackingSearch::new(file, allowed, layers[0].source());
-    finder.files = files;
+    (finder.files, finder.look) = (files, look);
     let mut image = file.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
@@ -141,6 +145,7 @@ struct BackingSearch<'a> {
     seen: Vec<(Id, PathBuf)>,
     /// Files that are open already. The program that opened them has searched for them.
     files: Option<&'a FileTable>,
+    look: Option<&'a LookUp<'a>>,
 }
 
 impl<'a> BackingSearch<'a> {
@@ -148,7 +153,8 @@ impl<'a> BackingSearch<'a> {
         let is_in_file = top.chain().last().is_some_and(|link| link.kind == "file");
         let data = image.and_then(|path| Some((path.metadata().ok()?, path)));
         let seen = data.map(|(data, path)| ((data.dev(), data.ino()), path.to_owned()));
-        Self { image, allowed, is_in_file, seen: seen.into_iter().collect(), files: None }
+        let seen = seen.into_iter().collect();
+        Self { image, allowed, is_in_file, seen, files: None, look: None }
     }
 
     /// Finds the file that an image at `image` names.
@@ -185,7 +191,7 @@ impl<'a> BackingSearch<'a> {
     }
 
     fn find_anywhere(&self, path: PathBuf) -> Result<(BackingFile, File)> {
-        let place = place_of(&path)?;
+        let place = self.place_of(&path)?;
         Ok((BackingFile { file: path.clone(), path, within: None }, place))
     }
 
@@ -208,9 +214,10 @@ impl<'a> BackingSearch<'a> {
         let name = self.within(&path).with_context(outside)?;
         let folder = Folder::open(folder)
             .with_context(|| format!("cannot open the folder {}", folder.display()))?;
-        let place = match folder.find(&name) {
-            Err(error) if error.raw_os_error() == Some(libc::EXDEV) => bail!(outside()),
-            found => found.with_context(|| absent(&path))?,
+        let place = match (self.look, folder.find(&name)) {
+            (Some(look), _) => look(&path)?,
+            (None, Err(error)) if error.raw_os_error() == Some(libc::EXDEV) => bail!(outside()),
+            (None, found) => found.with_context(|| absent(&path))?,
         };
         ensure!(
             place.metadata()?.is_file(),
@@ -223,17 +230,20 @@ impl<'a> BackingSearch<'a> {
     /// Finds the listed file that `path` leads to. The file is opened by its name in the list: the
     /// image only selects it.
     fn find_listed(&self, path: PathBuf, names: &[PathBuf]) -> Result<(BackingFile, File)> {
-        let wanted = id_of(&place_of(&path)?)?;
+        let wanted = id_of(&self.place_of(&path)?)?;
         for name in names {
             let listed = match (name.is_absolute(), self.folder()) {
-                (true, _) => place_of(name).map(|place| (None, place)),
+                (true, _) => self.place_of(name).map(|place| (None, place)),
                 (false, None) => bail!(
                     "the image is not a file; list absolute paths of backing files instead of {}",
                     name.display()
                 ),
                 (false, Some(folder)) => {
                     Folder::open(folder).map_err(Into::into).and_then(|folder| {
-                        let place = folder.find(name)?;
+                        let place = match self.look {
+                            Some(look) => look(&folder.join(name))?,
+                            None => folder.find(name)?,
+                        };
                         Ok((Some(folder), place))
                     })
                 }
@@ -249,6 +259,10 @@ impl<'a> BackingSearch<'a> {
              file, add it: {}",
             self.key(&path, names)
         )
+    }
+
+    fn place_of(&self, path: &Path) -> Result<File> {
+        self.look.map_or_else(|| place_of(path), |look| look(path))
     }
 
     /// Refuses a file that is one of the layers above it.
@@ -305,7 +319,7 @@ mod tests {
     fn find(image: Option<&Path>, allowed: &BackingFiles, name: &str) -> Result<PathBuf, String> {
         let is_in_file = image.is_some_and(Path::is_file);
         let mut finder =
-            BackingSearch { image, allowed, is_in_file, seen: Vec::new(), files: None };
+            BackingSearch { image, allowed, is_in_file, seen: Vec::new(), files: None, look: None };
         let found = finder.find(name, image).map_err(|error| format!("{error:#}"))?;
         let file = match &found.within {
             Some(folder) => folder.join(&found.file),

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use blockio::DiskOptions;
 use blockio::disk::{Folder, open_for_other};
 use blockio::file::FileTable;
-use disks::open::for_other::open_files;
+use disks::open::for_other::open_files_by;
 use disks::spec::KeySpec;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;
@@ -199,7 +199,21 @@ impl Access {
                 None => self.open_allowed(path, options),
             }
         };
-        open_files(disk, &options, open)
+        open_files_by(disk, &options, open, &|path| self.look_up(path, &passed))
+    }
+
+    /// Opens a file that a member has passed, or one in an allowed folder, as a place only. Other
+    /// files are not looked up: an error would tell if they exist.
+    fn look_up(&self, path: &Path, passed: &[(PathBuf, File)]) -> Result<File> {
+        if let Some((_, file)) = passed.iter().find(|(name, _)| name == path) {
+            return Ok(file.try_clone()?);
+        }
+        let look_up = || -> Result<File> {
+            let plain = without_parents(path);
+            let (folder, rest) = beneath(&plain, &self.disk_folders, "--allow-disk-dir")?;
+            Ok(Folder::open(folder)?.find(rest)?)
+        };
+        look_up().with_context(|| unless_passed(path))
     }
 
     /// Opens a file in an allowed folder.
@@ -209,12 +223,7 @@ impl Access {
             let within = Some(Folder::open(folder)?);
             Ok(open_for_other(rest, &DiskOptions { within, ..options.clone() })?)
         };
-        open().with_context(|| {
-            let shown = path.display();
-            format!(
-                "a member of the --control-group cannot name {shown} unless it passes the open file"
-            )
-        })
+        open().with_context(|| unless_passed(path))
     }
 
     fn check_socket(&self, path: &Path) -> Result<()> {
@@ -224,7 +233,7 @@ impl Access {
             let name = |path: &Path| path.file_name().map(|name| name.as_bytes().to_vec());
             let (own, name) = (name(control).unwrap_or_default(), name(path).unwrap_or_default());
             // The state file and its neighbours begin with the name of the control socket.
-            let is_own = path.parent() == control.parent() && name.starts_with(&own);
+            let is_own = is_same_folder(path, control) && name.starts_with(&own);
             ensure!(
                 !is_own,
                 "{}: names that begin with that of the control socket are kept for the daemon",
@@ -233,6 +242,15 @@ impl Access {
         }
         check_place(path, &self.socket_folders, ("--allow-socket-dir", false)).with_context(what)
     }
+}
+
+/// Returns true if both files are in one folder, which may have two paths.
+fn is_same_folder(one: &Path, other: &Path) -> bool {
+    let [one, other] = [one.parent(), other.parent()];
+    let id = |folder: Option<&Path>| {
+        folder.and_then(|folder| folder.metadata().ok()).map(|found| (found.dev(), found.ino()))
+    };
+    one == other || id(one).is_some_and(|one| id(other) == Some(one))
 }
 
 /// Returns true for root, and for the user of the daemon.
@@ -295,6 +313,24 @@ fn folders(option: &str, named: &[PathBuf]) -> Result<Vec<PathBuf>> {
         std::path::absolute(path).with_context(what)
     };
     named.iter().map(folder).collect()
+}
+
+fn unless_passed(path: &Path) -> String {
+    let shown = path.display();
+    format!("a member of the --control-group cannot name {shown} unless it passes the open file")
+}
+
+/// A path in which no part is `..`: each has ended the part before it.
+fn without_parents(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        if part == Component::ParentDir {
+            plain.pop();
+        } else {
+            plain.push(part);
+        }
+    }
+    plain
 }
 
 /// The allowed folder that has this path, and the rest of the path.
@@ -419,6 +455,74 @@ mod tests {
         }
         for disk in ["null:1M", "nbd://host/disk", "qcow2:/disk", "raw,over=nbd://host/disk"] {
             check_kinds(&DiskSpec::parse(disk).unwrap()).unwrap();
+        }
+    }
+
+    /// The state file and its neighbours stand in the folder of the control socket, however a
+    /// member names that folder.
+    #[test]
+    fn names_of_the_daemon_are_kept_in_its_folder_by_each_path() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        std::fs::create_dir(at("run")).unwrap();
+        std::fs::create_dir(at("more")).unwrap();
+        std::os::unix::fs::symlink(at("run"), at("alias")).unwrap();
+        let access = Access {
+            socket_folders: ["run", "alias", "more"].map(at).to_vec(),
+            control: Some(at("run/control")),
+            ..Access::default()
+        };
+        for (path, is_allowed) in [
+            ("run/control.state", false),
+            ("alias/control.state", false),
+            ("alias/control", false),
+            ("alias/vm.sock", true),
+            ("more/control", true),
+        ] {
+            assert_eq!(access.check_socket(&at(path)).is_ok(), is_allowed, "{path}");
+        }
+    }
+
+    /// The header of an image chooses the path, and its supplier may be curious.
+    #[test]
+    #[cfg(feature = "qcow2")]
+    fn an_error_tells_nothing_of_files_that_a_member_cannot_name() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path().canonicalize().unwrap();
+        let at = |name: &str| root.join(name);
+        ["own", "private"].iter().for_each(|folder| std::fs::create_dir(at(folder)).unwrap());
+        std::fs::write(at("private/secret"), [0; 4096]).unwrap();
+        std::fs::write(at("own/base"), [0; 4096]).unwrap();
+        let access = Access { disk_folders: vec![at("own")], ..Access::default() };
+        let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
+        let image = at("own/image");
+        let open = |backing: &Path, allowed: &str| {
+            let mut create = std::process::Command::new("qemu-img");
+            create.args(["create", "-q", "-f", "qcow2", "-u", "-F", "raw", "-b"]);
+            let made = create.arg(backing).arg(&image).arg("1M").status();
+            if made.is_err() {
+                return None;
+            }
+            let disk = format!("qcow2,backing={allowed},path={}", image.display());
+            let opened = access.open(&DiskSpec::parse(&disk).unwrap(), &settings, Vec::new());
+            Some(opened.map(|files| files.len()).map_err(|error| {
+                format!("{error:#}").replace(&backing.display().to_string(), "BACKING")
+            }))
+        };
+        if open(&at("own/base"), "anywhere").is_none() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        assert_eq!(open(&at("own/base"), "anywhere"), Some(Ok(2)));
+        assert_eq!(open(&at("own/../own/base"), "base"), Some(Ok(3)));
+        for allowed in ["anywhere", "beside", "BACKING"] {
+            let open = |name: &str| {
+                let path = at(name);
+                let allowed = allowed.replace("BACKING", &path.display().to_string());
+                open(&path, &allowed).unwrap().unwrap_err()
+            };
+            let (there, absent) = (open("private/secret"), open("private/absent"));
+            assert_eq!(there.replace("secret", "absent"), absent, "{allowed}");
         }
     }
 }
