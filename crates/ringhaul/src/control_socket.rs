@@ -12,7 +12,7 @@ pub mod descriptors;
 mod message;
 mod methods;
 mod schema;
-mod trusted_path;
+pub mod trusted_path;
 
 use std::fs::File;
 use std::io::{self, BufReader, Read};

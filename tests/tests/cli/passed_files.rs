@@ -294,7 +294,7 @@ fn root_follows_no_links_of_other_users_for_the_daemon() -> Result<()> {
     }
     ["disk", "link"].iter().try_for_each(|link| lchown(name(link), Some(0), None))?;
     run(&mut add(&folders, 0, "root", &name("disk").display().to_string())?)?.expect_code(0)?;
-    let unit = format!("1,blk-file={below}");
+    let unit = format!("1,blk-file={below},read-only=off");
     run(&mut ctl(&folders, 0, &["add-lun", "vm", &unit])?)?.expect_code(0)?;
     // The daemon opens what an image chooses, with its own rights.
     let chain = format!("qcow2,backing=anywhere,path={}", chain_of(&folders, 0)?.display());
@@ -304,4 +304,29 @@ fn root_follows_no_links_of_other_users_for_the_daemon() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// The daemon alone says if its export is read-only, and code in its place could lie.
+#[test]
+fn root_passes_a_unit_for_writing_only_if_it_says_so_or_the_daemon_may_write() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = folders()?;
+    let mut daemon = serve(&folders, DAEMON)?;
+    let of_root = disk_of(&folders, "root.img", 0)?;
+    let of_daemon = disk_of(&folders, "daemon.img", DAEMON)?;
+    let add_lun = |lun: u32, path: &Path, more: &str| -> Result<_> {
+        let unit = format!("{lun},blk-file={}{more}", path.display());
+        run(&mut ctl(&folders, 0, &["add-lun", "vm", &unit])?)
+    };
+    let refused = add_lun(1, &of_root, "")?.expect_code(1)?.stderr;
+    ensure!(refused.contains("add read-only=off to the unit"), "{refused}");
+    add_lun(1, &of_root, ",read-only=on")?.expect_code(0)?;
+    run(&mut ctl(&folders, 0, &["remove-lun", "vm", "1"])?)?.expect_code(0)?;
+    add_lun(1, &of_root, ",read-only=off")?.expect_code(0)?;
+    add_lun(2, &of_daemon, "")?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
 }

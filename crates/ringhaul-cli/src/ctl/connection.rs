@@ -4,12 +4,14 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ringhaul::control_socket::descriptors::send_line;
+use ringhaul::control_socket::trusted_path;
 use rustix::net::sockopt::socket_peercred;
 use serde_json::{Value, json};
 
@@ -38,7 +40,13 @@ impl Connection {
 
     /// The user that listens at the socket, as the kernel reports it.
     pub(super) fn user(&self) -> Option<u32> {
-        socket_peercred(self.stream.get_ref()).ok().map(|peer| peer.uid.as_raw())
+        self.owner().map(|(user, _)| user)
+    }
+
+    /// The user and the group that listen at the socket.
+    pub(super) fn owner(&self) -> Option<(u32, u32)> {
+        let peer = socket_peercred(self.stream.get_ref()).ok()?;
+        Some((peer.uid.as_raw(), peer.gid.as_raw()))
     }
 
     /// Limits each wait for the daemon to this time.
@@ -120,9 +128,14 @@ impl Connection {
     }
 }
 
-/// Connects to a daemon.
+/// Connects to a daemon. Its user could replace the socket by a link to that of another daemon,
+/// which this user may command too: links of other users are refused.
 pub(super) fn connect(path: &Path) -> Result<UnixStream> {
-    UnixStream::connect(path).with_context(|| {
+    let connect = || -> Result<UnixStream> {
+        let socket = trusted_path::open_socket(path)?;
+        Ok(UnixStream::connect(format!("/proc/self/fd/{}", socket.as_raw_fd()))?)
+    };
+    connect().with_context(|| {
         format!("cannot connect to {}; is it a daemon's --control?", path.display())
     })
 }

@@ -1,11 +1,14 @@
 //! The files of a disk that is to be added, opened with the rights of this user and passed to the
 //! daemon.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use ringhaul::control_socket::descriptors::OpenedFiles;
 use ringhaul::spec::{ExportSettings, ExportSpec, UnitSpec};
+use rustix::fs::{OFlags, fcntl_getfl};
+use rustix::process::geteuid;
 use serde_json::{Value, json};
 
 use super::connection::{Connection, Refusal};
@@ -34,7 +37,7 @@ pub(super) fn add(
     }
     Ok(answer.map_err(|refusal| match left_out {
         Some(error) => {
-            let user = rustix::process::geteuid().as_raw();
+            let user = geteuid().as_raw();
             let Refusal { code, message } = refusal;
             let message = format!("{message}; ctl, as user {user}, passed no open file: {error:#}");
             Refusal { code, message }
@@ -45,7 +48,7 @@ pub(super) fn add(
 
 /// Opens the files of the disks in a call.
 fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
-    let is_foreign = daemon.user() != Some(rustix::process::geteuid().as_raw());
+    let is_foreign = daemon.user() != Some(geteuid().as_raw());
     // The daemon explains parameters that are wrong.
     if method == "export.add" {
         let spec = serde_json::from_value::<ExportSpec>(params.clone());
@@ -56,11 +59,47 @@ fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
     };
     let shown = daemon.call("export.show", &json!({ "export": params["export"] }));
     let Ok(Ok(shown)) = shown else { return OpenedFiles::default() };
+    let is_stated = unit.settings.read_only.is_some();
     let is_on = |key: &str| shown[key].as_bool().unwrap_or(false);
     let export = ExportSettings {
         read_only: is_on("read-only"),
         no_lock: is_on("no-lock"),
         ..ExportSettings::default()
     };
-    OpenedFiles::of_unit(&unit, &export, is_foreign)
+    let opened = OpenedFiles::of_unit(&unit, &export, is_foreign);
+    match daemon.owner() {
+        Some(owner) if is_foreign && geteuid().is_root() && !is_stated => {
+            withhold_unwritable(opened, owner)
+        }
+        _ => opened,
+    }
+}
+
+/// Leaves files to the daemon that root has opened for writing and to which its user may not write.
+/// The daemon alone has stated that the export is writable, and a program in its place could lie.
+fn withhold_unwritable(opened: OpenedFiles, (user, group): (u32, u32)) -> OpenedFiles {
+    let is_more = |file: &File| {
+        let is_written =
+            fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR);
+        let found = file.metadata();
+        is_written && !found.is_ok_and(|found| may_write(&found, user, group))
+    };
+    let Some((of, _)) = opened.files.iter().find(|(_, file)| is_more(file)) else { return opened };
+    let left_out = anyhow!(
+        "user {user} may not write to {}, and only the daemon of that user states that the export \
+         is writable; add read-only=off to the unit if its guest may write there, or else \
+         read-only=on",
+        of.path.display()
+    );
+    OpenedFiles { files: Vec::new(), left_out: Some(left_out) }
+}
+
+/// Returns true if the mode of a file lets this user write to it.
+fn may_write(found: &Metadata, user: u32, group: u32) -> bool {
+    let bit = match (found.uid() == user, found.gid() == group) {
+        (true, _) => 0o200,
+        (false, true) => 0o020,
+        (false, false) => 0o002,
+    };
+    user == 0 || found.mode() & bit != 0
 }

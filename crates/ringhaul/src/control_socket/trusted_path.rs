@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::ffi::OsString;
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
@@ -43,6 +44,18 @@ pub(super) fn open(path: &Path, options: &DiskOptions) -> Result<File> {
         named.display()
     );
     Ok(file)
+}
+
+/// Opens a socket to connect to it, by links of root and of this user only.
+///
+/// # Errors
+///
+/// When the path leads nowhere, or another user has made a link on it.
+pub fn open_socket(path: &Path) -> Result<OwnedFd> {
+    let place = resolve(path, geteuid().as_raw())?;
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let opened = openat2(CWD, &place, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
+    opened.with_context(|| format!("cannot open {}", place.display()))
 }
 
 /// Resolves all links on a path. Each must belong to root or `user`.
@@ -140,6 +153,29 @@ mod tests {
             assert!(error.contains(&words), "{error}");
             // Its owner follows it.
             resolve(&root.join(name), 65_534).unwrap();
+        }
+    }
+
+    /// A daemon's user may replace its socket by a link to that of another daemon.
+    #[test]
+    fn a_link_of_another_user_leads_to_no_socket() {
+        use std::os::fd::AsRawFd;
+        use std::os::unix::net::{UnixListener, UnixStream};
+
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        let listener = UnixListener::bind(root.join("socket")).unwrap();
+        symlink("socket", root.join("link")).unwrap();
+        for name in ["socket", "link"] {
+            let socket = open_socket(&root.join(name)).unwrap();
+            let path = format!("/proc/self/fd/{}", socket.as_raw_fd());
+            let _stream = UnixStream::connect(path).unwrap();
+            listener.accept().unwrap();
+        }
+        if geteuid().is_root() {
+            lchown(root.join("link"), Some(65_534), None).unwrap();
+            let error = format!("{:#}", open_socket(&root.join("link")).unwrap_err());
+            assert!(error.contains("is a link of user 65534; name its target"), "{error}");
         }
     }
 
