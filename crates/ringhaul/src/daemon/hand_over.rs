@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 use blockio::file::FileTable;
-use tracing::Span;
 use vhost_user::{FdIndex, PassedFds};
 
 use super::Daemon;
@@ -205,7 +204,7 @@ impl Daemon {
                 self.inherited.remember(&spec.name(), endpoint)?;
             }
             endpoints.push(endpoint);
-            let span = export_span(&spec.name());
+            let name = spec.name();
             for (disk, HandedDisk { file, size_bytes, files, .. }) in
                 spec.disks().into_iter().zip(&handed)
             {
@@ -219,7 +218,7 @@ impl Daemon {
                 let files = (is_complete || !files.is_empty())
                     .then(|| Arc::new(FileTable::new(files, is_complete)));
                 let file = (file.map(File::from), files);
-                wanted.push((disk, file, *size_bytes, span.clone()));
+                wanted.push((disk, file, *size_bytes, name.clone()));
             }
             engines.extend(handed.into_iter().map(|disk| (disk.engine, disk.engine_reason)));
             specs.push(spec);
@@ -372,17 +371,23 @@ fn release_disks(mut disks: Vec<DiskSource>) {
     while leaving.next(Some(until)).is_some() {}
 }
 
-/// A disk of the old process, its file, files that were passed for it, its size, and the span of
+/// A disk of the old process, its file, files that were passed for it, its size, and the name of
 /// its export.
-type WantedDisk = ((DiskSpec, ExportSettings), (Option<File>, Option<Arc<FileTable>>), u64, Span);
+type WantedDisk = ((DiskSpec, ExportSettings), (Option<File>, Option<Arc<FileTable>>), u64, String);
 
 /// Opens disks side by side, because a key or a server may take long.
 fn take_disks(wanted: Vec<WantedDisk>) -> Result<Vec<OpenDisk>> {
     let mut disks: Vec<Option<OpenDisk>> = wanted.iter().map(|_| None).collect();
     // An image has a thread with a ring of its own.
     let mut opening = ParallelCalls::begin_with_rings(wanted, |wanted: WantedDisk, _| {
-        let (disk, file, size_bytes, span) = wanted;
-        span.in_scope(|| OpenDisk::take_over(&disk, file, size_bytes))
+        let (disk, file, size_bytes, name) = wanted;
+        let taken = export_span(&name).in_scope(|| OpenDisk::take_over(&disk, file, size_bytes));
+        taken.with_context(|| {
+            format!(
+                "the new process cannot serve the export {name}, so the old one keeps all; mend \
+                 that disk, or end this export alone (`ringhaul ctl remove {name}`), and try again"
+            )
+        })
     });
     while let Some((number, disk)) = opening.next(None) {
         disks[number] = Some(disk??);
@@ -480,5 +485,21 @@ mod tests {
             let error = write_back(disks, write).unwrap_err().to_string();
             assert_eq!(error, "disk 2 is not written");
         }
+    }
+
+    /// A guest or a member of the control group may have broken the header of its own image.
+    #[test]
+    fn the_export_that_cannot_be_taken_over_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let image = DiskSpec::File(file.path().to_owned());
+        let wanted = |file| {
+            ((image.clone(), ExportSettings::default()), (file, None), 4096, "vm7".to_owned())
+        };
+        take_disks(vec![wanted(Some(file.reopen().unwrap()))]).map(drop).unwrap();
+        let error = take_disks(vec![wanted(None)]).map(drop).unwrap_err();
+        let text = format!("{error:#}");
+        assert!(text.contains("export vm7") && text.contains("ctl remove vm7"), "{text}");
+        assert!(text.contains("without a descriptor"), "{text}");
     }
 }
