@@ -20,6 +20,12 @@ impl Session {
         drop(before);
     }
 
+    /// Returns true if a keeper has the state.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.keeper.is_some()
+    }
+
     /// Keeps no state any longer.
     pub fn stop_keeping(&mut self) {
         self.keeper = None;

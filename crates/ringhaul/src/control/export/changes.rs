@@ -51,6 +51,10 @@ impl Export {
             }
             (UnitChange::Remove, None) => return Err(CommandError::UnknownUnit(name, place)),
         };
+        let device = device.clone();
+        if removed.is_some() {
+            self.keep_units();
+        }
         let cancel_token = CancelToken::default();
         let (kind, blocks_hand_over) = match change {
             UnitChange::Add => (DiskChangeKind::Adding(cancel_token.clone()), false),
@@ -60,7 +64,7 @@ impl Export {
         let mut settings = self.spec.settings.clone();
         // The limits in the settings are from the start, and the group's may have changed since.
         self.groups.fill(&mut settings.rules.limits);
-        let (endpoint, device) = (self.spec.endpoint.clone(), device.clone());
+        let endpoint = self.spec.endpoint.clone();
         let log_name = self.log.name().to_owned();
         Ok(ChangingUnit {
             id: self.id(),
@@ -196,6 +200,7 @@ impl Export {
         }
         units.push(unit);
         self.disks.push(disk);
+        self.keep_units();
         None
     }
 

@@ -11,9 +11,17 @@ use crate::socket::Endpoint;
 impl Export {
     /// Asks the service manager to keep the session from now on.
     pub(in crate::control) fn keep_session(&mut self) {
-        // An inherited connection is not continued: its export ends with the process.
-        let is_listening = self.endpoint.as_ref().and_then(Endpoint::listener).is_some();
-        let (Some(store), true) = (&self.fd_store, is_listening) else { return };
+        let Some(store) = &self.fd_store else { return };
+        if self.endpoint.as_ref().and_then(Endpoint::listener).is_none() {
+            if self.session.is_some() {
+                self.log.warn(&format_args!(
+                    "the front-end does not survive a kill of the daemon: its connection is that \
+                     of --fd, which ends with the process; let the daemon listen at a path \
+                     (--socket-path)"
+                ));
+            }
+            return;
+        }
         let spec = self.spec_now();
         let Some(session) = &mut self.session else { return };
         match store.keeper(spec) {
@@ -22,6 +30,14 @@ impl Export {
                 "the front-end does not survive a kill of the daemon: the service manager cannot \
                  keep its descriptors: {error}"
             )),
+        }
+    }
+
+    /// Asks the service manager to keep the session with the present units of the export. Its
+    /// record has had the units of the start of the session.
+    pub(super) fn keep_units(&mut self) {
+        if self.session.as_ref().is_some_and(Session::is_kept) {
+            self.keep_session();
         }
     }
 
