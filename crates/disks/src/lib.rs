@@ -37,10 +37,13 @@ pub mod open;
 pub mod qcow2;
 #[cfg(feature = "rbd")]
 pub mod rbd;
+pub mod secret_heap;
 pub mod spec;
 #[cfg(test)]
 #[cfg(feature = "luks")]
 mod stable_tests;
+#[cfg(test)]
+mod testing;
 
 pub use open::open;
 pub use spec::DiskSpec;

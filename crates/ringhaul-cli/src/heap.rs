@@ -1,17 +1,23 @@
 //! The heap of the program and of the libraries that it loads.
 
-use tikv_jemallocator::Jemalloc;
+use disks::secret_heap::SecretHeap;
 
-/// The allocator. Requests to files allocate nothing. Requests to images in a Ceph cluster pass
-/// through three threads of librbd and librados, each of which frees memory that another thread
-/// allocated.
+#[cfg(not(feature = "jemalloc"))]
+use std::alloc::System as Heap;
+#[cfg(feature = "jemalloc")]
+use tikv_jemallocator::Jemalloc as Heap;
+
+/// The allocator, with a region for keys. Requests to files allocate nothing. Requests to images in
+/// a Ceph cluster pass through three threads of librbd and librados, each of which frees memory
+/// that another thread allocated.
 #[global_allocator]
-static HEAP: Jemalloc = Jemalloc;
+static HEAP: SecretHeap<Heap> = SecretHeap::new(Heap);
 
 /// Limits jemalloc to two arenas for all threads. The default of four per CPU would leave less
 /// address space, where it is limited (`ulimit -v`), for the pool threads that a slow disk makes
 /// necessary.
 // SAFETY: jemalloc has a weak symbol of this name, a `const char *`, and reads the text up to its
 // zero before `main`.
+#[cfg(feature = "jemalloc")]
 #[unsafe(export_name = "malloc_conf")]
 static OPTIONS: &[u8; 10] = b"narenas:2\0";

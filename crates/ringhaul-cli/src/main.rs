@@ -4,7 +4,6 @@ mod ctl;
 mod demo;
 mod disk_command;
 mod examples;
-#[cfg(feature = "jemalloc")]
 mod heap;
 mod manual;
 

@@ -53,6 +53,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/disks/src/rbd/image.rs", "calls the functions of Ceph's libraries"),
     ("crates/disks/src/rbd/image/fake.rs", "tests: plays the functions of Ceph's libraries"),
     ("crates/disks/src/open/inherit.rs", "takes over a descriptor by its number"),
+    ("crates/disks/src/secret_heap.rs", "an allocator for keys"),
     ("crates/disks/src/qcow2/storage.rs", "functions that imago calls unsafe"),
     ("crates/blockio/src/thread/time_slice.rs", "slices of threads, which rustix does not have"),
     ("crates/virtqueue/src/inflight.rs", "an account in memory that the front-end shares"),
@@ -138,7 +139,10 @@ pub(super) const FLOORS: &[Floors] = &[
             "testing",
         ],
     },
-    Floors { folder: "crates/disks/src", floors: &["luks", "nbd", "spec", "rbd", "qcow2", "open"] },
+    Floors {
+        folder: "crates/disks/src",
+        floors: &["secret_heap", "luks", "nbd", "spec", "rbd", "qcow2", "open"],
+    },
     Floors {
         folder: "crates/virtqueue/src",
         floors: &[

@@ -14,6 +14,7 @@ use rustls::{CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
 use super::handshake::Stream;
 use super::options::{NbdAddress, NbdOptions, NbdTls};
+use crate::secret_heap::with_secrets;
 
 /// The places where distributions keep the certificates of trusted authorities.
 const SYSTEM_AUTHORITIES: [&str; 2] =
@@ -37,12 +38,15 @@ pub(super) fn agree<T>(
     stream: &mut (impl Read + Write),
     negotiate: impl FnOnce(&mut dyn Stream) -> Result<T, String>,
 ) -> Result<(Tls, T), String> {
-    let mut connection = client(options, tls)?;
-    let agreed = connection.complete_io(stream).map_err(advised);
-    agreed.map_err(|error| format!("cannot agree on TLS with the server: {error}"))?;
-    let mut inside = Unproven(rustls::Stream::new(&mut connection, stream));
-    let negotiated = negotiate(&mut inside)?;
-    Ok((Tls::new(connection), negotiated))
+    // The library copies the private key, and derives the keys of the connection.
+    with_secrets(|| {
+        let mut connection = client(options, tls)?;
+        let agreed = connection.complete_io(stream).map_err(advised);
+        agreed.map_err(|error| format!("cannot agree on TLS with the server: {error}"))?;
+        let mut inside = Unproven(rustls::Stream::new(&mut connection, stream));
+        let negotiated = negotiate(&mut inside)?;
+        Ok((Tls::new(connection), negotiated))
+    })
 }
 
 /// Makes a client with the demands of the options.
@@ -330,5 +334,50 @@ mod tests {
                 assert!(error.contains("client-key.pem"), "{error}");
             }
         }
+    }
+
+    /// Notes if memory for secrets is allocated when the client begins, and hangs up.
+    #[derive(Default)]
+    struct Probe {
+        has_secrets: Option<bool>,
+    }
+
+    impl Read for Probe {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Ok(0)
+        }
+    }
+
+    impl Write for Probe {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.has_secrets = Some(crate::secret_heap::has_secrets());
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn keys_of_a_connection_are_secrets() {
+        if !SYSTEM_AUTHORITIES.iter().any(|path| Path::new(path).exists()) {
+            eprintln!("skipped: this machine has no CA certificates");
+            return;
+        }
+        let tls = NbdTls::default();
+        let options = NbdOptions {
+            address: NbdAddress::Tcp { host: "localhost".to_owned(), port: 10809 },
+            export: String::new(),
+            connections: 1,
+            deadline: None,
+            distrust: false,
+            tls: Some(tls.clone()),
+        };
+        let mut probe = Probe::default();
+        agree(&options, &tls, &mut probe, |_| Ok(())).map(drop).unwrap_err();
+        assert_eq!(probe.has_secrets, Some(true));
+        assert!(!crate::secret_heap::has_secrets());
     }
 }

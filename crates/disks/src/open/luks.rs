@@ -12,6 +12,7 @@ use rustix::io::Errno;
 
 use super::inherit;
 use crate::luks::{self, KdfLimits, LuksOptions, Passphrase};
+use crate::secret_heap::with_secrets;
 use crate::spec::KeySpec;
 
 /// Opens the encrypted disk on `below`.
@@ -26,10 +27,12 @@ pub(super) fn open_luks(
     discard: bool,
     files: Option<&Arc<FileTable>>,
 ) -> Result<DiskSource> {
-    let passphrase = read_key(key, files)?;
     let header = header.map(|path| open_header(path, files)).transpose()?;
     let most_work = KdfLimits::default();
-    Ok(luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
+    with_secrets(|| {
+        let passphrase = read_key(key, files)?;
+        Ok(luks::open(below, &LuksOptions { passphrase, discard, header, most_work })?)
+    })
 }
 
 fn read_key(key: &KeySpec, files: Option<&Arc<FileTable>>) -> Result<Passphrase> {
