@@ -52,11 +52,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let is_raw = matches!(args.what, CtlCommand::Call { .. });
     // Invalid words fail here, before any daemon is contacted.
     let calls = calls::calls_of(&args.what)?;
-    if let CtlCommand::Upgrade { binary, option, retry } = &args.what {
+    if let CtlCommand::Upgrade { binary, option, retry, sandbox } = &args.what {
         let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
         let (binary, retry) =
             (upgrade::program(binary)?, Duration::from_millis(retry.unwrap_or(0)));
-        return upgrade::run(&binary, retry, &find_control_socket(args.control.clone())?, form);
+        let control = find_control_socket(args.control.clone())?;
+        return upgrade::run((&binary, *sandbox), retry, &control, form);
     }
     let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;

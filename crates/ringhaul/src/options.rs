@@ -2,6 +2,7 @@
 
 pub mod config;
 pub(crate) mod export;
+pub mod sandbox;
 pub mod unit;
 
 use std::ffi::OsStr;
@@ -17,11 +18,11 @@ use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use disks::spec::completions;
 use ringhaul_options::key_value::{Parts, split_at_commas};
 use ringhaul_options::{EngineChoice, OnOff, parse_duration, parse_size};
+use sandbox::SandboxOptions;
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
 use crate::fd_store::KeepConnections;
-use crate::sandbox::SandboxMode;
 use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::switches::Switches;
 
@@ -305,18 +306,9 @@ pub struct ServeArgs {
     /// answer (FUSE, NFS) then stops every export on the IoThread that touches it.
     #[arg(help_heading = "Guest memory", long, value_name = "FILES", default_value = "sealable")]
     pub memory_files: MemoryFilesChoice,
-    /// Confine the daemon to the files, sockets and servers that its options and exports name, and
-    /// to the system calls that it needs.
-    ///
-    /// `on`: as far as the kernel has the means. `strict`: do not start if it lacks one. `log`:
-    /// deny nothing, and let the kernel log the system calls that `on` would deny. `off`: no
-    /// sandbox.
-    #[arg(help_heading = "Sandbox", long, value_name = "MODE", default_value = "on")]
-    pub sandbox: SandboxMode,
-    /// Let disks that are added later be on any server. Without this option the sandbox permits
-    /// the servers of disks that are named at the start.
-    #[arg(help_heading = "Sandbox", long)]
-    pub allow_network: bool,
+    /// Options of the sandbox.
+    #[command(flatten)]
+    pub confinement: SandboxOptions,
     /// Log requests that take at least this time, such as 500ms or 2s: the operation, the sector,
     /// and the phase that took most of the time. A few lines a minute are logged.
     #[arg(help_heading = "Log", long, value_name = "DURATION", value_parser = parse_duration)]

@@ -19,12 +19,12 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use rules::Rules;
 
 /// Values of `--sandbox`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum SandboxMode {
     /// As far as the kernel has the means, with a warning about each that is missing.
@@ -35,6 +35,14 @@ pub enum SandboxMode {
     Off,
     /// Like `on`, but the daemon does not start if the kernel lacks a part.
     Strict,
+}
+
+impl SandboxMode {
+    /// Returns true if the daemon is confined.
+    #[must_use]
+    pub fn confines(self) -> bool {
+        matches!(self, Self::On | Self::Strict)
+    }
 }
 
 impl fmt::Display for SandboxMode {
@@ -102,8 +110,7 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
 /// Denies this thread of [`ring_threads`], and all that it starts, further rings of io_uring:
 /// operations of a ring pass no filter of system calls. Does nothing without a sandbox.
 pub(crate) fn deny_rings() {
-    let is_on = matches!(mode(), SandboxMode::On | SandboxMode::Strict);
-    if let Err(error) = if is_on { calls::deny_rings() } else { Ok(()) } {
+    if let Err(error) = if mode().confines() { calls::deny_rings() } else { Ok(()) } {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("unnamed").to_owned();
         tracing::warn!("the sandbox of the thread {name} is incomplete: {error:#}");

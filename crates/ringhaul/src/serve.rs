@@ -118,6 +118,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let before = predecessor.options.clone();
     let options = before.clone().overridden_by(&own);
     let ParsedOptions { args, log, log_format, config } = options.parse()?;
+    own.check_sandbox(args.confinement.sandbox)?;
     log::adopt(log.as_deref(), log_format)?;
     std::env::set_current_dir(&options.directory)
         .with_context(|| format!("cannot work in {}", options.directory.display()))?;

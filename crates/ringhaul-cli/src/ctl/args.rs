@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use clap_complete::ArgValueCandidates;
 use ringhaul::options::ExportArgs;
+use ringhaul::options::sandbox::SandboxMode;
 
 use super::completion::export_names;
 use super::doctor::DoctorArgs;
@@ -162,6 +163,10 @@ pub(crate) enum CtlCommand {
         /// moment.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
         retry: Option<u64>,
+        /// The mode of the sandbox of the new process. Without this option it is that of the
+        /// daemon; `off` and `log` only if the kernel shows that the daemon is not confined.
+        #[arg(long, value_name = "MODE")]
+        sandbox: Option<SandboxMode>,
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
     /// No daemon is needed.

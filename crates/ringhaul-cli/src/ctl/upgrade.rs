@@ -11,6 +11,7 @@ use std::process::{ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ringhaul::options::sandbox::SandboxMode;
 use ringhaul::spec::successor::{SuccessorProgress, SuccessorStart};
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 use super::connection::{Connection, Refusal};
 use super::show::{self, Form, print};
 use link::Link;
-use successor::Successor;
+use successor::{CallerWord, Successor};
 
 /// No program has taken over; an attempt in a moment may succeed.
 const EXIT_LATER: u8 = 4;
@@ -48,10 +49,16 @@ const REASON_MAX: Duration = Duration::from_secs(2);
 /// # Errors
 ///
 /// When the daemon cannot be reached, or is lost.
-pub(super) fn run(binary: &Path, retry: Duration, control: &Path, form: Form) -> Result<ExitCode> {
+pub(super) fn run(
+    (binary, sandbox): (&Path, Option<SandboxMode>),
+    retry: Duration,
+    control: &Path,
+    form: Form,
+) -> Result<ExitCode> {
+    let caller = CallerWord::new(sandbox);
     let retry_until = Instant::now() + retry;
     loop {
-        let Refusal { code, message } = match attempt(binary, control)? {
+        let Refusal { code, message } = match attempt(binary, &caller, control)? {
             Ok(answer) => {
                 print(&show::answer("upgrade.wait", &answer, form))?;
                 return Ok(ExitCode::SUCCESS);
@@ -85,7 +92,7 @@ pub(super) fn program(binary: &Path) -> Result<PathBuf> {
 }
 
 /// Returns the id of the new process, or the refusal.
-fn attempt(binary: &Path, control: &Path) -> Result<Result<Value, Refusal>> {
+fn attempt(binary: &Path, caller: &CallerWord, control: &Path) -> Result<Result<Value, Refusal>> {
     let mut link = Link::new(control)?;
     let start: SuccessorStart = match link.call("upgrade.begin", &json!({}), Duration::ZERO)? {
         Ok(start) => serde_json::from_value(start).context("cannot understand the daemon")?,
@@ -100,7 +107,9 @@ fn attempt(binary: &Path, control: &Path) -> Result<Result<Value, Refusal>> {
         Ok(daemon) => daemon,
         Err(error) => return Ok(Err(refused(format!("{error:#}")))),
     };
-    match Successor::start(binary, start, daemon, &streams) {
+    let sandbox = link.call("process", &json!({}), Duration::ZERO)?.ok();
+    let sandbox = sandbox.and_then(|shown| serde_json::from_value(shown["sandbox"].clone()).ok());
+    match Successor::start(binary, (start, sandbox), caller.clone(), daemon, &streams) {
         Ok(successor) => wait(binary, successor, link, control),
         Err(error) => Ok(Err(refused(format!("{error:#}")))),
     }
@@ -210,7 +219,7 @@ mod tests {
             }
             asked
         });
-        let answer = attempt(Path::new("/bin/it"), &path).unwrap();
+        let answer = attempt(Path::new("/bin/it"), &CallerWord::default(), &path).unwrap();
         assert_eq!(answer.ok().unwrap(), json!({ "process": 7 }));
         let asked = daemon.join().unwrap();
         let methods: Vec<_> = asked.iter().map(|request| request["method"].clone()).collect();

@@ -2,13 +2,14 @@
 
 use std::ffi::OsString;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 
 use super::format::ProcessOptions;
 use crate::log::LogFormat;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
+use crate::options::sandbox::SandboxMode;
 use crate::spec::settings::SettingsChange;
 
 /// The options of `ringhaul serve`, where later ones replace earlier ones.
@@ -109,6 +110,24 @@ impl ProcessOptions {
             self.arguments.extend(own.arguments.iter().cloned());
         }
         self
+    }
+
+    /// Checks the mode of the sandbox that the options of both processes give: code inside the
+    /// sandbox of the old one may have stated them. Only the command line of this process may
+    /// choose a mode that confines nothing.
+    ///
+    /// # Errors
+    ///
+    /// When it does not.
+    pub(crate) fn check_sandbox(&self, mode: SandboxMode) -> Result<()> {
+        let own = each_option(&self.arguments);
+        ensure!(
+            mode.confines() || own.iter().any(|(name, _)| name == "sandbox"),
+            "the daemon states --sandbox {mode}, which code that has broken into it could do, too; \
+             if no sandbox is wanted, give --sandbox {mode} to this command (`ringhaul ctl upgrade \
+             --sandbox {mode} PROGRAM`)"
+        );
+        Ok(())
     }
 
     /// The options, including the settings of the configuration file.
@@ -235,6 +254,22 @@ mod tests {
         let command = AllOptions::command();
         for name in KEPT {
             assert!(command.get_arguments().any(|known| known.get_long() == Some(name)), "{name}");
+        }
+    }
+
+    /// Code inside the sandbox of the old process may have written its options.
+    #[test]
+    fn the_own_command_line_alone_switches_the_sandbox_off() {
+        for (own, mode, is_accepted) in [
+            ("serve --takeover /c", SandboxMode::Off, false),
+            ("serve --takeover /c", SandboxMode::Log, false),
+            ("serve --takeover /c", SandboxMode::Strict, true),
+            ("serve --takeover /c --sandbox off", SandboxMode::Off, true),
+            ("serve --takeover /c --sandbox=log", SandboxMode::Log, true),
+            ("serve --takeover --sandbox --sandbox-x", SandboxMode::Off, false),
+        ] {
+            let own = process_options(&format!("ringhaul {own}"));
+            assert_eq!(own.check_sandbox(mode).is_ok(), is_accepted, "{own:?}");
         }
     }
 

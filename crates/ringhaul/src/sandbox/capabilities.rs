@@ -22,6 +22,7 @@ fn needed(rules: &Rules) -> CapabilitySet {
     // Disks, keys and folders of sockets often belong to other users. Guest memory and keys may
     // exceed the limit on locked memory.
     let mut needed = CapabilitySet::DAC_OVERRIDE | CapabilitySet::IPC_LOCK;
+    rules.capabilities.iter().for_each(|kept| needed |= *kept);
     if rules.listen_port.is_some_and(|port| port < PRIVILEGED_PORTS) {
         needed |= CapabilitySet::NET_BIND_SERVICE;
     }

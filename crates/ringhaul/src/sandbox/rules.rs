@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
+use rustix::thread::CapabilitySet;
+
 /// The use of a file or a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
@@ -35,6 +37,8 @@ pub(crate) struct Rules {
     /// The TCP port of the metrics server.
     pub(super) listen_port: Option<u16>,
     pub(super) has_libraries: bool,
+    /// Capabilities that the daemon keeps although the sandbox needs none of them.
+    pub(super) capabilities: Vec<CapabilitySet>,
 }
 
 /// Files of the system that network disks need: the names of machines, certificates, libraries of
@@ -62,6 +66,11 @@ const CEPH_FILES: [&str; 5] = ["/etc/ceph", "/usr/share/ceph", "/etc/passwd", "/
 const CEPH_FOLDERS: [&str; 2] = ["/run/ceph", "/var/log/ceph"];
 
 impl Rules {
+    /// The daemon keeps this capability.
+    pub(crate) fn keep(&mut self, capability: CapabilitySet) {
+        self.capabilities.push(capability);
+    }
+
     /// The disk at `path` is read, and written if `is_written`.
     pub(crate) fn disk(&mut self, path: &Path, is_written: bool) {
         self.add(path, if is_written { Use::Write } else { Use::Read });

@@ -34,11 +34,12 @@ pub fn enter_sandbox(
     }
     args.allow_disk_dir.iter().for_each(|folder| rules.disk_folder(folder));
     args.allow_socket_dir.iter().for_each(|folder| rules.socket_folder(folder));
-    if args.allow_network {
+    if args.confinement.allow_network {
         rules.any_server();
     }
     exports.iter().for_each(|export| permit(&mut rules, export));
-    sandbox::confine(args.sandbox, rules, config.map(|(file, _)| file.path()))?;
+    args.confinement.keep_capability.iter().for_each(|kept| rules.keep(*kept));
+    sandbox::confine(args.confinement.sandbox, rules, config.map(|(file, _)| file.path()))?;
     log::start_writing()
 }
 

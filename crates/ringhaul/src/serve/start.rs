@@ -254,7 +254,7 @@ mod tests {
         start.adopt_upgrades(&mut changes).unwrap();
         assert_eq!(changes.upgraded, ["--poll-max-us=5"]);
         assert_eq!(start.options.arguments, ["--poll-budget=9", "--poll-max-us=5"]);
-        assert_eq!((start.args.sandbox, start.args.poll_max_us), (SandboxMode::On, 5));
+        assert_eq!((start.args.confinement.sandbox, start.args.poll_max_us), (SandboxMode::On, 5));
         assert!(start.args.allow_disk_dir.is_empty());
     }
 

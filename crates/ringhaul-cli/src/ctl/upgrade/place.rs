@@ -104,6 +104,12 @@ impl Place {
         Ok(())
     }
 
+    /// Returns true unless the kernel rules out that the process is in a sandbox: a process that
+    /// may get new privileges has never entered one.
+    pub(super) fn is_confined(&self) -> bool {
+        self.status.no_new_privileges
+    }
+
     /// Moves this process to the place, except for its rights and its working directory.
     /// `is_managed`: a service manager identifies the daemon by its control group.
     ///

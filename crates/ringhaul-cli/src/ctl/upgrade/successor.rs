@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
+use ringhaul::options::sandbox::SandboxMode;
 use ringhaul::spec::successor::SuccessorStart;
 use ringhaul::takeover::wire::{Receiver, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -30,6 +32,12 @@ pub(super) const STREAMS: usize = 2;
 
 /// The variable of a service manager that identifies the daemon by its control group.
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+
+/// The start of the variables that libraries of Ceph read.
+const CEPH: &str = "CEPH_";
+
+/// The variable with the configuration files of Ceph.
+const CEPH_CONF: &str = "CEPH_CONF";
 
 /// The variables of the daemon that the new program keeps.
 const VARIABLES: [&str; 14] = [
@@ -61,6 +69,28 @@ struct Instructions {
     group: u32,
     program: PathBuf,
     start: SuccessorStart,
+    caller: CallerWord,
+    /// The mode of its sandbox that the daemon states.
+    sandbox: Option<SandboxMode>,
+}
+
+/// The part of the start that the caller decides, and not the daemon.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct CallerWord {
+    /// The mode of the sandbox. `None`: that of the daemon, if this confines the new process.
+    pub(super) sandbox: Option<SandboxMode>,
+    /// Variables of Ceph.
+    variables: BTreeMap<String, String>,
+}
+
+impl CallerWord {
+    pub(super) fn new(sandbox: Option<SandboxMode>) -> Self {
+        let of_ceph = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        let variables = of_ceph.filter(|(name, _)| name.starts_with(CEPH)).collect();
+        Self { sandbox, variables }
+    }
 }
 
 /// A process that is to take over. Dropping this kills it.
@@ -74,7 +104,8 @@ impl Successor {
     /// When this process may not enter that place, or the program cannot be started there.
     pub(super) fn start(
         program: &Path,
-        start: SuccessorStart,
+        (start, sandbox): (SuccessorStart, Option<SandboxMode>),
+        caller: CallerWord,
         daemon: DaemonProcess,
         streams: &[OwnedFd],
     ) -> Result<Self> {
@@ -89,7 +120,8 @@ impl Successor {
         let successor = Self(Some(child));
         let DaemonProcess { id, fd, user, group } = daemon;
         let (daemon, program) = (id.as_raw_pid(), program.to_owned());
-        let mut line = serde_json::to_vec(&Instructions { daemon, user, group, program, start })?;
+        let instructions = Instructions { daemon, user, group, program, start, caller, sandbox };
+        let mut line = serde_json::to_vec(&instructions)?;
         line.push(b'\n');
         let sent = ours.write_all(&line);
         let sent = sent.and_then(|()| send_fds(&ours, [&fd].into_iter().chain(streams)));
@@ -148,7 +180,8 @@ pub(crate) fn become_successor() -> ExitCode {
 fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     let mut receiver = Receiver::new(socket.try_clone()?);
     let line = receiver.line()?.context("no instructions have come")?;
-    let Instructions { daemon, user, group, program, start } = serde_json::from_slice(&line)?;
+    let Instructions { daemon, user, group, program, start, caller, sandbox } =
+        serde_json::from_slice(&line)?;
     let fds: [OwnedFd; 1 + STREAMS] = receiver
         .fds(1 + STREAMS)?
         .try_into()
@@ -160,16 +193,19 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     // After the last look into /proc: the id belonged to this process until then.
     check_runs(&process)?;
     check_log_options(&start.log_options)?;
+    let sandbox = chosen_sandbox(caller.sandbox, sandbox, place.is_confined());
     place.enter(start.environment.contains_key(NOTIFY_SOCKET))?;
     place.adopt_rights()?;
     chdir(&start.directory).with_context(|| {
         let folder = start.directory.display();
         format!("cannot work in {folder}, the daemon's working directory, with its rights")
     })?;
+    // With the rights of the daemon, in its folders.
+    check_ceph(&start.environment, &caller.variables)?;
     dup2_stdin(null)?;
     dup2_stdout(output)?;
     dup2_stderr(errors)?;
-    Err(execute(&program, &start))
+    Err(execute(&program, &start, sandbox))
 }
 
 /// Checks that the process has not ended: a new process might have its id.
@@ -182,11 +218,12 @@ fn check_runs(process: &OwnedFd) -> Result<()> {
 }
 
 /// Becomes the program. Returns if that fails.
-fn execute(program: &Path, start: &SuccessorStart) -> Error {
+fn execute(program: &Path, start: &SuccessorStart, sandbox: Option<SandboxMode>) -> Error {
     let SuccessorStart { control, log_options, environment, .. } = start;
     let environment: &BTreeMap<String, String> = environment;
     let mut command = Command::new(program);
     command.args(log_options).args(["serve", "--takeover"]).arg(control);
+    command.args(sandbox.map(|mode| format!("--sandbox={mode}")));
     let environment = environment.iter().filter(|(name, _)| is_kept(name));
     let error = command.env_clear().envs(environment).exec();
     Error::new(error).context(format!("cannot start {}", program.display()))
@@ -202,10 +239,45 @@ fn check_log_options(options: &[String]) -> Result<()> {
     }
 }
 
+/// The mode of the sandbox that the new program is told: that of the caller, or else one that
+/// confines nothing if the daemon states it, and the kernel shows that the daemon is not confined.
+/// `None`: the new program refuses a mode that confines nothing.
+fn chosen_sandbox(
+    caller: Option<SandboxMode>,
+    daemon: Option<SandboxMode>,
+    is_confined: bool,
+) -> Option<SandboxMode> {
+    caller.or(daemon.filter(|mode| !mode.confines() && !is_confined))
+}
+
+/// Checks the variables of Ceph, which choose configuration and libraries. Code inside the sandbox
+/// of the old process could set them. Each has the same value in the caller's environment, or names
+/// files to which root alone writes.
+fn check_ceph(
+    environment: &BTreeMap<String, String>,
+    caller: &BTreeMap<String, String>,
+) -> Result<()> {
+    for (name, value) in environment.iter().filter(|(name, _)| name.starts_with(CEPH)) {
+        let is_of_root = |path: &str| {
+            let found = std::fs::metadata(path.trim());
+            found.is_ok_and(|found| found.uid() == 0 && found.mode() & 0o022 == 0)
+        };
+        let is_known = caller.get(name) == Some(value)
+            || name == CEPH_CONF && value.split(',').all(is_of_root);
+        ensure!(
+            is_known,
+            "the daemon runs with {name}={value:?}, which code in its place could have chosen for \
+             the new process; if it is right, set it for this command too: {name}={value:?} \
+             ringhaul ctl upgrade ..."
+        );
+    }
+    Ok(())
+}
+
 /// Returns true for a variable that this program or a library of it reads. Code inside the sandbox
 /// of the old process could set variables of the loader, for example, and so leave the sandbox.
 fn is_kept(name: &str) -> bool {
-    const PREFIXES: [&str; 3] = ["LC_", "RINGHAUL_", "CEPH_"];
+    const PREFIXES: [&str; 3] = ["LC_", "RINGHAUL_", CEPH];
     PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || VARIABLES.contains(&name)
 }
 
@@ -236,6 +308,44 @@ mod tests {
         for other in ["--log", "debug", "--logs=x", "serve", "-c"] {
             let error = check(&["--log=debug", other]).unwrap_err().to_string();
             assert!(error.contains(other), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_old_process_switches_no_sandbox_off() {
+        use SandboxMode::{Log, Off, On, Strict};
+        for (caller, daemon, is_confined, expected) in [
+            (None, Some(Off), true, None),
+            (None, Some(Log), true, None),
+            (None, Some(Off), false, Some(Off)),
+            (None, Some(Log), false, Some(Log)),
+            (None, Some(Strict), false, None),
+            (None, None, false, None),
+            (Some(Off), Some(On), true, Some(Off)),
+            (Some(On), Some(Off), false, Some(On)),
+        ] {
+            let chosen = chosen_sandbox(caller, daemon, is_confined);
+            assert_eq!(chosen, expected, "{caller:?} {daemon:?} {is_confined}");
+        }
+    }
+
+    #[test]
+    fn the_old_process_chooses_no_configuration_of_ceph() {
+        let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
+        };
+        let args = [("CEPH_ARGS", "--plugin-dir=/x"), ("PATH", "/bin")];
+        let error = check_ceph(&map(&args), &map(&[])).unwrap_err().to_string();
+        assert!(error.contains("CEPH_ARGS=\"--plugin-dir=/x\""), "{error}");
+        check_ceph(&map(&args), &map(&args)).unwrap();
+        check_ceph(&map(&args), &map(&[("CEPH_ARGS", "--id=a")])).unwrap_err();
+        check_ceph(&map(&[]), &map(&args)).unwrap();
+        // `/etc/passwd` is writable by root alone, `/dev/null` by all.
+        let conf = |files| check_ceph(&map(&[(CEPH_CONF, files)]), &map(&[]));
+        conf("/etc/passwd").unwrap();
+        conf("/etc/passwd, /etc/hostname").unwrap();
+        for files in ["/dev/null", "/etc/passwd,/dev/null", "/absent", ""] {
+            assert!(conf(files).is_err(), "{files}");
         }
     }
 
