@@ -127,19 +127,27 @@ fn a_left_over_socket_is_replaced() -> Result<()> {
     let folders = test_folders()?;
     let file = folders.disk("disk.img", DISK_BYTES)?;
     let socket = folders.socket("disk.sock");
-    let mut killed = Running::serve(&mut serve(&socket, &file)?)?;
-    killed.signal(Signal::KILL)?;
-    killed.finish()?;
-    ensure!(socket.exists(), "there is no socket left over");
+    let relative = Path::new("disk.sock");
+    for (given, folder) in [(&*socket, None), (relative, socket.parent())] {
+        let command = || -> Result<Command> {
+            let mut command = serve(given, &file)?;
+            folder.into_iter().for_each(|folder| _ = command.current_dir(folder));
+            Ok(command)
+        };
+        let mut killed = Running::serve(&mut command()?)?;
+        killed.signal(Signal::KILL)?;
+        killed.finish()?;
+        ensure!(socket.exists(), "there is no socket left over");
 
-    let mut daemon = Running::start(&mut serve(&socket, &file)?)?;
-    let line = daemon.wait_for("replacing it")?;
-    ensure!(line.contains("disk.sock"), "{line}");
-    daemon.wait_for(READY)?;
-    run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
-    daemon.signal(Signal::TERM)?;
-    daemon.finish()?.expect_code(0)?;
-    ensure!(!socket.exists(), "the socket was left behind");
+        let mut daemon = Running::start(&mut command()?)?;
+        let line = daemon.wait_for("replacing it")?;
+        ensure!(line.contains("disk.sock"), "{line}");
+        daemon.wait_for(READY)?;
+        run(&mut bench(&socket, SOME_IO)?)?.expect_code(0)?;
+        daemon.signal(Signal::TERM)?;
+        daemon.finish()?.expect_code(0)?;
+        ensure!(!socket.exists(), "the socket was left behind");
+    }
     Ok(())
 }
 

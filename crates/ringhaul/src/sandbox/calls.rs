@@ -290,6 +290,8 @@ const OF_HELPER: &[libc::c_long] = &[
     libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_futex,
+    // Paths of sockets may be relative.
+    libc::SYS_getcwd,
     libc::SYS_getdents64,
     libc::SYS_getsockopt,
     libc::SYS_gettid,
