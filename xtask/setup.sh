@@ -6,6 +6,7 @@
 #   xtask/setup.sh --packages          the packages only, without a check for Rust
 #   xtask/setup.sh --package           the tools of packages, from Debian and from crates.io
 #   xtask/setup.sh --rust              check the Rust toolchain and the linker only
+#   xtask/setup.sh --apt PACKAGE...    these packages of Debian, without their services
 #   xtask/setup.sh --backports ETC_APT CODENAME
 #                                      print the sources file that would be written
 #
@@ -300,9 +301,36 @@ update_lists() {
     as_root apt-get update -qq || echo "setup: apt-get update failed; trying with the old lists"
 }
 
+# Installs packages. Debian starts the services in them, such as libvirtd and Prometheus. The tests
+# have programs of their own, so the services end and stay off.
 apt_install() {
+    before=$(list_services)
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
         -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 "$@"
+    # Services of systemd itself, which a container may lack, are none of these.
+    [ -n "$before" ] || return 0
+    added=$(added_lines "$before" "$(list_services)")
+    [ -n "$added" ] || return 0
+    echo "setup: disabling services that came with these packages: $added"
+    echo "setup: if you want one of them: systemctl enable --now NAME"
+    now=
+    [ ! -d /run/systemd/system ] || now=--now
+    # shellcheck disable=SC2086 # These are lists of words.
+    as_root systemctl disable --quiet $now $added
+}
+
+# Prints the services and sockets that start with the machine.
+list_services() {
+    command -v systemctl >/dev/null || return 0
+    systemctl list-unit-files --no-legend --type=service,socket --state=enabled,generated |
+        awk '{ print $1 }'
+}
+
+# Prints the lines of text $2 that text $1 lacks, as words.
+added_lines() {
+    printf '%s\n' "$2" | while read -r line; do
+        printf '%s\n' "$1" | grep -qxF -e "$line" || printf '%s ' "$line"
+    done
 }
 
 case ${1:-} in
@@ -319,6 +347,10 @@ case ${1:-} in
     --rust)
         check_rust
         check_linker
+        ;;
+    --apt)
+        shift
+        apt_install "$@"
         ;;
     "")
         check_rust

@@ -9,6 +9,7 @@ mod driver;
 mod images;
 mod kept_front_ends;
 mod package;
+mod setup;
 mod systemd;
 mod takeovers;
 mod unit;
