@@ -185,8 +185,8 @@ pub struct ServeArgs {
     /// again.
     #[arg(help_heading = "Socket", long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Use this open descriptor instead: a listening socket, or one that a front-end is connected
-    /// to.
+    /// Use this open descriptor in place of `--socket-path`: a listening socket, or one that a
+    /// front-end is connected to.
     #[arg(
         help_heading = "Socket",
         long,
@@ -198,7 +198,7 @@ pub struct ServeArgs {
     /// Listen on this Unix socket for `ringhaul ctl`.
     ///
     /// Other programs may also query and change the daemon through it. Only root, the user of the
-    /// daemon and the members of `--control-group` can connect.
+    /// daemon, and members of `--control-group` and `--control-read-group` can connect.
     #[arg(help_heading = "Socket", long, value_name = "PATH")]
     pub control: Option<PathBuf>,
     /// Serve metrics for Prometheus over HTTP at this address, such as 127.0.0.1:9750, or on the

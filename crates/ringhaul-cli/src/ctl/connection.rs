@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -161,14 +161,19 @@ pub(super) fn find_control_socket(control: Option<PathBuf>) -> Result<PathBuf> {
     if let Some(path) = control.or_else(named) {
         return Ok(path);
     }
-    let found = default_sockets(Path::new("/run"));
-    match &found[..] {
-        [only] => Ok(only.clone()),
-        [] => bail!(
+    let Places { sockets, hidden } = default_places(Path::new("/run"));
+    match (&sockets[..], &hidden[..]) {
+        ([only], _) => Ok(only.clone()),
+        ([], [folder, ..]) => bail!(
+            "cannot look for a control socket in {}: permission denied; run this as root, as the \
+             user of the daemon, or as a member of its --control-group",
+            folder.display()
+        ),
+        ([], []) => bail!(
             "which daemon is meant? use --control PATH or set {VARIABLE}; there is no socket \
              /run/ringhaul/control or /run/ringhaul-*/control"
         ),
-        several => {
+        (several, _) => {
             let several = several.iter().map(|path| path.display().to_string());
             bail!(
                 "which daemon is meant? use --control PATH or set {VARIABLE}; found {}",
@@ -178,34 +183,73 @@ pub(super) fn find_control_socket(control: Option<PathBuf>) -> Result<PathBuf> {
     }
 }
 
-/// The control sockets at the paths that docs/guide/service.md gives them.
-fn default_sockets(run: &Path) -> Vec<PathBuf> {
+/// The paths that docs/guide/service.md gives to control sockets.
+#[derive(Debug, Default, PartialEq)]
+struct Places {
+    sockets: Vec<PathBuf>,
+    /// Folders into which this user may not look.
+    hidden: Vec<PathBuf>,
+}
+
+fn default_places(run: &Path) -> Places {
     let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
     let is_ours = |name: &OsString| {
         let name = name.to_string_lossy();
         name == "ringhaul" || name.starts_with("ringhaul-")
     };
-    let folders = entries.map(|entry| entry.file_name()).filter(is_ours);
-    let mut found: Vec<PathBuf> =
-        folders.map(|name| run.join(name).join("control")).filter(|path| path.exists()).collect();
-    found.sort();
-    found
+    let mut names: Vec<OsString> = entries.map(|entry| entry.file_name()).filter(is_ours).collect();
+    names.sort();
+    let mut places = Places::default();
+    for folder in names.into_iter().map(|name| run.join(name)) {
+        let socket = folder.join("control");
+        match socket.try_exists() {
+            Ok(true) => places.sockets.push(socket),
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => places.hidden.push(folder),
+            Ok(false) | Err(_) => {}
+        }
+    }
+    places
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+
     use super::*;
 
     #[test]
     fn control_sockets_are_found_at_their_usual_places() {
         let run = tempfile::tempdir().unwrap();
         let path = |name: &str| run.path().join(name).join("control");
-        assert!(default_sockets(run.path()).is_empty());
+        assert_eq!(default_places(run.path()), Places::default());
         for name in ["ringhaul-b", "ringhaul", "other", "ringhaulx"] {
             std::fs::create_dir(run.path().join(name)).unwrap();
             std::fs::write(path(name), "").unwrap();
         }
         std::fs::create_dir(run.path().join("ringhaul-empty")).unwrap();
-        assert_eq!(default_sockets(run.path()), [path("ringhaul"), path("ringhaul-b")]);
+        let sockets = vec![path("ringhaul"), path("ringhaul-b")];
+        assert_eq!(default_places(run.path()), Places { sockets, hidden: Vec::new() });
+    }
+
+    #[test]
+    fn folders_that_this_user_may_not_enter_are_reported() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = run.path().join("ringhaul-vm1");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("control"), "").unwrap();
+        std::fs::set_permissions(&folder, Permissions::from_mode(0o000)).unwrap();
+        let none = CapabilitySet::empty();
+        // Of this thread alone, which ends with the test: root may enter every folder.
+        set_capabilities(
+            None,
+            CapabilitySets { effective: none, permitted: none, inheritable: none },
+        )
+        .unwrap();
+        let hidden = vec![folder.clone()];
+        assert_eq!(default_places(run.path()), Places { sockets: Vec::new(), hidden });
+        std::fs::set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
     }
 }

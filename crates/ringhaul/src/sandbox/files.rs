@@ -63,9 +63,10 @@ pub(super) fn restrict(rules: &Rules) -> Result<(bool, Vec<String>)> {
             let text = "Landlock is not enabled (lsm=landlock on the command line of the kernel)";
             (false, vec![text.to_owned()])
         }
-        LandlockStatus::NotImplemented => {
-            (false, vec!["this kernel has no Landlock (Linux 5.13)".to_owned()])
-        }
+        LandlockStatus::NotImplemented => (
+            false,
+            vec!["this kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK)".to_owned()],
+        ),
     })
 }
 

@@ -147,7 +147,7 @@ fn sandbox(process: &ProcessStatus) -> Option<Finding> {
         ("on" | "strict", []) => return None,
         ("on" | "strict", lacks) => (
             format!("the sandbox of the daemon is incomplete: {}", lacks.join("; ")),
-            "a newer kernel",
+            "use a kernel that has these parts: Linux 6.12 with CONFIG_SECURITY_LANDLOCK has all",
         ),
         (mode, _) => (
             format!("the daemon has no sandbox (--sandbox {mode})"),
