@@ -65,6 +65,10 @@ done
 for file in alerts.yml dashboard.json; do
     put "contrib/monitoring/$file" "$share/doc/ringhaul/$file"
 done
+# The pages that messages of the program name.
+find docs -type f | while read -r file; do
+    install -D -m 644 "$file" "$share/doc/ringhaul/$file"
+done
 for file in contrib/bpftrace/*; do
     install -D -m 755 "$file" "$share/ringhaul/${file##*/}"
 done

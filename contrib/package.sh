@@ -75,6 +75,7 @@ maintainer() {
 }
 
 make_rpm() {
+    install -D -m 644 -t "$stage/usr/share/licenses/ringhaul" LICENSE-APACHE LICENSE-MIT
     cargo generate-rpm --package crates/ringhaul-cli --target-dir "$scratch" \
         ${FAST:+--payload-compress none} --output "$OUT/"
 }
@@ -83,6 +84,7 @@ make_oci() {
     context=$scratch/context
     mkdir -p "$context/empty"
     cp "$scratch/ringhaul" contrib/systemd/ringhaul.toml contrib/oci/Containerfile "$context/"
+    cp LICENSE-APACHE LICENSE-MIT "$context/"
     # The form of Docker has health checks, which that of OCI lacks.
     podman build --quiet --format docker ${BASE:+--build-arg BASE="$BASE"} \
         --label "org.opencontainers.image.version=$version" \

@@ -28,7 +28,7 @@ const SERVICES: [(&str, &str); 2] =
 
 /// Returns true if all programs are here. Otherwise prints a message, on a system for which there
 /// is no script that installs them.
-fn has_tools(tools: &[&str]) -> Result<bool> {
+pub(super) fn has_tools(tools: &[&str]) -> Result<bool> {
     let missing: Vec<&str> = tools.iter().copied().filter(|tool| !is_installed(tool)).collect();
     if missing.is_empty() {
         return Ok(true);
@@ -40,7 +40,7 @@ fn has_tools(tools: &[&str]) -> Result<bool> {
 }
 
 /// Makes a package of the tested program in `folder`.
-fn make(kind: &str, folder: &Path, variables: &[(&str, &str)]) -> Result<()> {
+pub(super) fn make(kind: &str, folder: &Path, variables: &[(&str, &str)]) -> Result<()> {
     let mut command = Command::new("sh");
     command.arg("contrib/package.sh").arg(kind).current_dir(workspace::root());
     command.env("FAST", "yes").env("OUT", folder).env("BINARY", ringhaul_binary()?.canonicalize()?);
@@ -54,7 +54,7 @@ fn make(kind: &str, folder: &Path, variables: &[(&str, &str)]) -> Result<()> {
 }
 
 /// The only file in a folder whose name has this end.
-fn file_of(folder: &Path, end: &str) -> Result<PathBuf> {
+pub(super) fn file_of(folder: &Path, end: &str) -> Result<PathBuf> {
     let paths = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
     let paths: Vec<PathBuf> = paths.collect::<Result<_>>()?;
     let mut found = paths.iter().filter(|path| path.to_string_lossy().ends_with(end));
@@ -250,6 +250,9 @@ fn a_package_of_rpm_has_files_scripts_and_requirements() -> Result<()> {
         "/usr/share/man/man5/ringhaul.toml.5.gz",
         "/usr/share/man/man7/ringhaul-disks.7.gz",
         "/usr/share/zsh/site-functions/_ringhaul",
+        "/usr/share/licenses/ringhaul/LICENSE-MIT",
+        "/usr/share/licenses/ringhaul/LICENSE-APACHE",
+        "/usr/share/doc/ringhaul/docs/guide/first-vm.md",
     ] {
         ensure!(files.contains(file), "{file} is not among {files:?}");
     }
