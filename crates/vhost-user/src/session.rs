@@ -440,8 +440,8 @@ impl AsFd for Session {
 mod tests {
     use std::io::{IoSlice, Read, Write};
     use std::mem::MaybeUninit;
-    use std::sync::atomic::{AtomicBool, Ordering};
-    use std::task::{Wake, Waker};
+    use std::sync::atomic::Ordering;
+    use std::task::Waker;
 
     use blockio::{DiskOptions, DiskSource};
     use device::blk::config::BlkOptions;
@@ -450,6 +450,7 @@ mod tests {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     use virtqueue::MappingRules;
 
+    use super::super::connection::tests::Woken;
     use super::super::examiner::RelaySlot;
     use super::super::message::{Region, Request, protocol_feature};
     use super::super::outcome::Purpose;
@@ -469,21 +470,13 @@ mod tests {
         (Session::new(ours, setup, now), theirs)
     }
 
-    struct Woken(AtomicBool);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-
     /// The thread that serves all exports does not wait itself.
     #[test]
     fn a_call_descriptor_waits_for_the_end_of_an_earlier_thread() {
         let since = Instant::now();
         for ends in [true, false] {
             let (mut session, _front_end) = session(since);
-            let woken = Arc::new(Woken(AtomicBool::new(false)));
+            let woken = Arc::<Woken>::default();
             session.connection.setup.waker = Waker::from(Arc::clone(&woken));
             let examiner = Arc::clone(&session.connection.setup.examiner);
             let mut earlier: Vec<_> = std::iter::from_fn(|| RelaySlot::take(&examiner)).collect();
@@ -515,7 +508,7 @@ mod tests {
         for (closes, leaves) in [(true, false), (false, false), (false, true)] {
             let now = Instant::now();
             let (mut session, mut front_end) = session(now);
-            let woken = Arc::new(Woken(AtomicBool::new(false)));
+            let woken = Arc::<Woken>::default();
             session.connection.setup.waker = Waker::from(Arc::clone(&woken));
             let examiner = Arc::clone(&session.connection.setup.examiner);
             let mut open: Vec<_> = (0..512).map(|_| examiner.hold()).collect();

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::print_skipped;
@@ -89,16 +89,21 @@ fn ctl_accepts_the_options_of_serve() -> Result<()> {
     Ok(())
 }
 
+/// A daemon with the export `vm`, on a disk whose flushes and closes `fuse` can withhold.
+fn serve_fuse(folders: &TestFolders, fuse: &Fuse) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
+    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(folders.socket("vm.sock"));
+    command.arg("--control").arg(folders.socket("control"));
+    Running::serve(&mut command)
+}
+
 #[test]
 fn a_removal_reports_a_missed_deadline() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let folders = test_folders()?;
     let control = folders.socket("control");
-    let mut command = ringhaul()?;
-    command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
-    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(folders.socket("vm.sock"));
-    command.arg("--control").arg(&control);
-    let daemon = Running::serve(&mut command)?;
+    let daemon = serve_fuse(&folders, &fuse)?;
     fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
     let late = ctl(&control, &["remove", "vm", "--deadline", "0.2"]);
     let list = ctl(&control, &["list"]);
@@ -120,11 +125,7 @@ fn a_forced_removal_does_not_wait_for_a_hung_close() -> Result<()> {
     let Some(fuse) = Fuse::mount()? else { return Ok(()) };
     let folders = test_folders()?;
     let control = folders.socket("control");
-    let mut command = ringhaul()?;
-    command.args(["serve", "--engine", "threads", "--read-only", "--lock", "off", "--name", "vm"]);
-    command.arg("--blk-file").arg(fuse.file()).arg("--socket-path").arg(folders.socket("vm.sock"));
-    command.arg("--control").arg(&control);
-    let mut daemon = Running::serve(&mut command)?;
+    let mut daemon = serve_fuse(&folders, &fuse)?;
     fuse.withhold(daemon.pid(), &[opcode::FLUSH]);
     let removed = ctl(&control, &["remove", "vm", "--force", "--deadline", "60"]);
     let list = ctl(&control, &["list"]);

@@ -64,6 +64,17 @@ fn serve(folders: &TestFolders, user: u32) -> Result<Running> {
     Running::serve(&mut command(folders, user)?)
 }
 
+/// A daemon of this user in folders of its own; `None` if this test cannot become another user.
+fn start(user: u32) -> Result<Option<(TestFolders, Running)>> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(None);
+    }
+    let folders = folders()?;
+    let daemon = serve(&folders, user)?;
+    Ok(Some((folders, daemon)))
+}
+
 /// Starts the daemon again, and waits for lines with all these words, in any order.
 fn serve_again(folders: &TestFolders, user: u32, words: &[&str]) -> Result<Running> {
     let mut daemon = Running::start(&mut command(folders, user)?)?;
@@ -131,12 +142,7 @@ fn names(folders: &TestFolders) -> Result<Vec<String>> {
 /// daemon's.
 #[test]
 fn disks_are_opened_with_the_rights_of_the_user_of_ctl() -> Result<()> {
-    if !is_root() {
-        print_skipped("only root can become another user");
-        return Ok(());
-    }
-    let folders = folders()?;
-    let daemon = serve(&folders, DAEMON)?;
+    let Some((folders, daemon)) = start(DAEMON)? else { return Ok(()) };
     let own = disk_of(&folders, "own.img", MEMBER)?;
     let unit = disk_of(&folders, "unit.img", MEMBER)?;
     let of_daemon = disk_of(&folders, "daemon.img", DAEMON)?;
@@ -192,12 +198,7 @@ fn disks_are_opened_with_the_rights_of_the_user_of_ctl() -> Result<()> {
 /// Root may open all files, so only the record of the file keeps a member from another one.
 #[test]
 fn a_restart_opens_the_file_that_a_member_has_named_and_no_other() -> Result<()> {
-    if !is_root() {
-        print_skipped("only root can become another user");
-        return Ok(());
-    }
-    let folders = folders()?;
-    let mut daemon = serve(&folders, 0)?;
+    let Some((folders, mut daemon)) = start(0)? else { return Ok(()) };
     let secret = disk_of(&folders, "secret.img", 0)?;
     for name in ["kept", "link", "unit"] {
         let disk = disk_of(&folders, name, MEMBER)?;
@@ -245,12 +246,7 @@ fn a_restart_opens_the_file_that_a_member_has_named_and_no_other() -> Result<()>
 /// header again, with the rights of root.
 #[test]
 fn a_takeover_opens_no_file_that_a_member_has_not_named() -> Result<()> {
-    if !is_root() {
-        print_skipped("only root can become another user");
-        return Ok(());
-    }
-    let folders = folders()?;
-    let mut daemon = serve(&folders, 0)?;
+    let Some((folders, mut daemon)) = start(0)? else { return Ok(()) };
     let secret = disk_of(&folders, "secret.img", 0)?;
     let top = chain_of(&folders, MEMBER)?;
     let chain = format!("qcow2,backing=anywhere,path={}", top.display());
@@ -270,12 +266,7 @@ fn a_takeover_opens_no_file_that_a_member_has_not_named() -> Result<()> {
 /// A user that is neither root nor that of the daemon may have made a link to any file.
 #[test]
 fn root_follows_no_links_of_other_users_for_the_daemon() -> Result<()> {
-    if !is_root() {
-        print_skipped("only root can become another user");
-        return Ok(());
-    }
-    let folders = folders()?;
-    let mut daemon = serve(&folders, DAEMON)?;
+    let Some((folders, mut daemon)) = start(DAEMON)? else { return Ok(()) };
     let secret = disk_of(&folders, "secret.img", 0)?;
     let name = |name: &str| folders.path(name);
     fs::create_dir(name("folder"))?;

@@ -42,13 +42,19 @@ pub(super) fn drive(folders: &TestFolders, disk: &str, options: &str) -> Result<
     Ok(())
 }
 
-#[test]
-fn qemu_nbd_serves_a_disk() -> Result<()> {
+/// A server of a disk; `None` if QEMU's is not installed.
+fn start_server() -> Result<Option<(TestFolders, NbdServer)>> {
     if !is_installed("qemu-nbd") {
-        return Ok(());
+        return Ok(None);
     }
     let folders = test_folders()?;
     let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    Ok(Some((folders, server)))
+}
+
+#[test]
+fn qemu_nbd_serves_a_disk() -> Result<()> {
+    let Some((folders, server)) = start_server()? else { return Ok(()) };
     drive(&folders, &server.uri("disk"), "--number_ios 4000")?;
     drive(&folders, &format!("{},connections=3", server.uri("disk")), "--number_ios 4000")?;
     let info = run(ringhaul()?.args(["disk", "info", &server.uri("disk")]))?.expect_code(0)?;
@@ -262,11 +268,7 @@ fn a_disk_is_taken_over_if_its_server_has_room_for_both() -> Result<()> {
 /// Requests wait without limit, which is visible, and the export can be removed.
 #[test]
 fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
-    if !is_installed("qemu-nbd") {
-        return Ok(());
-    }
-    let folders = test_folders()?;
-    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let Some((folders, server)) = start_server()? else { return Ok(()) };
     let mut daemon = serve(&folders, &server.uri("disk"), &[])?;
     let vm = folders.socket("vm.sock");
     let load = Running::start(&mut bench(&vm, "--rw randwrite --runtime 600")?)?;
@@ -292,11 +294,7 @@ fn an_export_whose_server_is_away_can_be_removed() -> Result<()> {
 
 #[test]
 fn a_daemon_ends_while_its_server_is_away() -> Result<()> {
-    if !is_installed("qemu-nbd") {
-        return Ok(());
-    }
-    let folders = test_folders()?;
-    let server = NbdServer::start_qemu_nbd(&folders, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let Some((folders, server)) = start_server()? else { return Ok(()) };
     let mut daemon = serve(&folders, &server.uri("disk"), &[])?;
     run(&mut bench(&folders.socket("vm.sock"), "--number_ios 10")?)?.expect_code(0)?;
     server.kill()?;

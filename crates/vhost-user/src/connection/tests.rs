@@ -45,7 +45,7 @@ struct Scene {
 
 /// A waker that notes its call.
 #[derive(Default)]
-struct Woken(AtomicBool);
+pub(crate) struct Woken(pub(crate) AtomicBool);
 
 impl Wake for Woken {
     fn wake(self: Arc<Self>) {

@@ -6,9 +6,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Wake, Waker};
+use std::task::Waker;
 
 use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
 use device::blk::config::BlkOptions;
@@ -91,14 +90,6 @@ impl StateKeeper for Mortal {
     }
 }
 
-struct Woken(AtomicBool);
-
-impl Wake for Woken {
-    fn wake(self: Arc<Self>) {
-        self.0.store(true, Ordering::Release);
-    }
-}
-
 /// A process with a device.
 struct Process {
     io: IoThread,
@@ -115,7 +106,7 @@ impl Process {
             threads: vec![io.remote()],
             rules: MappingRules::default(),
             examiner: Arc::default(),
-            waker: Waker::from(Arc::new(Woken(AtomicBool::new(false)))),
+            waker: Waker::noop().clone(),
         };
         Self { io, setup }
     }
