@@ -121,6 +121,9 @@ const CLIPPY: &[(&str, &str)] =
 const END_TO_END: Step =
     Step { env: CLIPPY, needs: &[TEST_BUILD, RELEASE_BUILD], minutes: 120, ..SLOW };
 
+/// A check of `disks` with one of its features: the kinds of disks need no other kind.
+const KIND: Step = Step { folder: Folder::Debug, usual: 8, ..SLOW };
+
 /// The steps in the order in which they begin, as far as the folders and needs of each permit it.
 /// Tests that `cargo` finds built need its folder for a moment, so all steps that build in that
 /// folder come first.
@@ -149,6 +152,42 @@ const STEPS: &[Step] = &[
         folder: Folder::Debug,
         usual: 25,
         ..SLOW
+    },
+    Step {
+        name: "clippy, disks alone",
+        words: "clippy --package disks --no-default-features --all-targets \
+                -- --deny warnings",
+        ..KIND
+    },
+    Step {
+        name: "clippy, disks with LUKS",
+        words: "clippy --package disks --no-default-features --features luks --all-targets \
+                -- --deny warnings",
+        ..KIND
+    },
+    Step {
+        name: "clippy, disks with TLS",
+        words: "clippy --package disks --no-default-features --features nbd-tls --all-targets \
+                -- --deny warnings",
+        ..KIND
+    },
+    Step {
+        name: "clippy, disks with images",
+        words: "clippy --package disks --no-default-features --features qcow2 --all-targets \
+                -- --deny warnings",
+        ..KIND
+    },
+    Step {
+        name: "clippy, disks with RBD",
+        words: "clippy --package disks --no-default-features --features rbd --all-targets \
+                -- --deny warnings",
+        ..KIND
+    },
+    Step {
+        name: "clippy, disks with schemas",
+        words: "clippy --package disks --no-default-features --features schema --all-targets \
+                -- --deny warnings",
+        ..KIND
     },
     Step {
         name: RELEASE_BUILD,
