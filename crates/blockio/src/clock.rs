@@ -4,12 +4,17 @@
 mod sim;
 
 use std::cell::Cell;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 #[cfg(not(ringhaul_sim))]
 pub use real::*;
 #[cfg(ringhaul_sim)]
 pub use sim::*;
+
+/// Nanoseconds of `duration`, saturating.
+pub(crate) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
 
 /// The clock of one loop: the time at its last harvest, or at the end of its last sleep. It is read
 /// without a system call.

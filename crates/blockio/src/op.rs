@@ -27,6 +27,7 @@ use std::task::Waker;
 use std::time::Instant;
 
 use crate::admission::{Admission, Lanes, OpTable};
+use crate::clock::nanoseconds;
 use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;
 pub use crate::file::io_file::{FileRef, IoFile};
@@ -35,7 +36,7 @@ use crate::file::op_kind::errno_of;
 use crate::file::open_file::OpTimes;
 pub use crate::file::open_file::OpenFile;
 use crate::file::write_loss::NOT_TRACKED;
-use crate::stats::{OpStats, Stats, nanoseconds};
+use crate::stats::{OpStats, Stats};
 use iomem::Buffers;
 
 /// A kernel operation.

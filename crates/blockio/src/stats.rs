@@ -5,18 +5,17 @@
 //! old.
 
 mod slow;
-mod time;
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::clock::nanoseconds;
 use crate::executor::sync::atomic::{AtomicU64, Ordering};
 use iomem::fits;
 
 pub use slow::{Cause, SlowCauses};
-pub(crate) use time::nanoseconds;
 
 /// A count that one thread writes and any thread reads.
 #[derive(Debug, Default)]

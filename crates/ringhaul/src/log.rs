@@ -5,7 +5,6 @@
 //! of the export in whose [span](fn@export_span) it happens.
 
 mod export_span;
-mod fields;
 mod filter;
 mod queue;
 pub(crate) mod rate_limit;
@@ -33,8 +32,7 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-use export_span::ExportNames;
-use fields::Fields;
+use export_span::{ExportNames, Fields};
 use queue::Lines;
 
 pub(crate) use export_span::export_span;

@@ -11,7 +11,6 @@ mod rules;
 pub mod settings;
 pub mod stats;
 pub mod status;
-pub mod successor;
 pub mod switches;
 mod unit;
 pub(crate) mod values;

@@ -22,7 +22,7 @@ use crate::daemon::Daemon;
 use crate::process::service_manager;
 use crate::socket::inherited;
 use crate::spec::command::CommandError;
-use crate::spec::successor::{SuccessorProgress, SuccessorStart};
+use crate::spec::process::{SuccessorProgress, SuccessorStart};
 use crate::threads::ownership::Refusal;
 
 /// The interval of looks at the refusals.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::time::nanoseconds;
+use crate::clock::nanoseconds;
 use crate::executor::sync::Lock;
 use crate::executor::sync::atomic::{AtomicU64, Ordering};
 

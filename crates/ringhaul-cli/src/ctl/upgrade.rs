@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ringhaul::options::sandbox::SandboxMode;
-use ringhaul::spec::successor::{SuccessorProgress, SuccessorStart};
+use ringhaul::spec::process::{SuccessorProgress, SuccessorStart};
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 

@@ -20,7 +20,7 @@ use crate::daemon::Daemon;
 use crate::socket::peer::Peer;
 use crate::spec::ExportSettings;
 use crate::spec::command::{Command, CommandError, Reply};
-use crate::spec::successor::{SuccessorProgress, SuccessorStart};
+use crate::spec::process::{SuccessorProgress, SuccessorStart};
 use crate::takeover;
 
 /// A client.

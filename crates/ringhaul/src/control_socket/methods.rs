@@ -19,11 +19,11 @@ use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
 use crate::spec::parser_words::PARAMETERS;
 use crate::spec::process::{LogLines, ProcessStatus};
+use crate::spec::process::{SuccessorProgress, SuccessorStart};
 use crate::spec::qos::{FullQosSpec, LimitSpec, OnError, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
 use crate::spec::status::ExportDetails;
-use crate::spec::successor::{SuccessorProgress, SuccessorStart};
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods, each with the least role of a client that may call it.

@@ -1,8 +1,12 @@
-//! Spans of exports: lines about a disk get the name of the export that the disk was opened for.
+//! The fields of events, and spans of exports: lines about a disk get the name of the export that
+//! the disk was opened for.
 //!
 //! The crates of disks do not know exports. They keep the span in which a disk was opened, and
 //! enter it for lines about the disk.
 
+use std::fmt::{self, Write as _};
+
+use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id};
 use tracing::{Span, Subscriber};
 use tracing_subscriber::Layer;
@@ -11,8 +15,6 @@ use tracing_subscriber::fmt::FmtContext;
 use tracing_subscriber::fmt::format::FormatFields;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
-
-use super::fields::Fields;
 
 /// The target of spans.
 const TARGET: &str = "ringhaul::log::export_span";
@@ -56,4 +58,41 @@ where
         span.extensions().get::<ExportName>().map(|name| name.0.clone())
     };
     context.event_scope()?.find_map(name_of)
+}
+
+/// The fields of an event or a span.
+#[derive(Default)]
+pub(super) struct Fields {
+    pub(super) message: String,
+    pub(super) export: Option<String>,
+    pub(super) left_out: u64,
+}
+
+impl Fields {
+    fn set(&mut self, field: &Field, value: &dyn fmt::Display) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value}"),
+            "export" => write!(self.export.get_or_insert_default(), "{value}"),
+            name => write!(self.message, " {name}={value}"),
+        };
+    }
+}
+
+impl Visit for Fields {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "left_out" {
+            self.left_out = value;
+        } else {
+            self.set(field, &value);
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.set(field, &value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.set(field, &format_args!("{value:?}"));
+    }
 }

@@ -23,9 +23,9 @@ use crate::options::ServeArgs;
 use crate::socket::inherited::InheritedSockets;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
+use crate::spec::process::SuccessorProgress;
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::status::{ExportDetails, Served};
-use crate::spec::successor::SuccessorProgress;
 use crate::testing::wait_until;
 
 /// A command that waits for the end of a hand-over in vain takes longer.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
 use ringhaul::options::sandbox::SandboxMode;
-use ringhaul::spec::successor::SuccessorStart;
+use ringhaul::spec::process::SuccessorStart;
 use ringhaul::takeover::wire::{Receiver, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, chdir};
