@@ -5,11 +5,11 @@
 //! Then the write never returns.
 //!
 //! An addition by the kernel itself never waits, and leaves a full counter full. The kernel adds to
-//! an eventfd when an AIO op completes. A read of nothing from /dev/null is complete when
+//! an eventfd when an AIO op completes. A read of nothing from an empty file is complete when
 //! `io_submit` returns, so the addition takes one system call, like a write.
 
 use rustix::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 
 /// `struct iocb` of linux/aio_abi.h, for little-endian machines.
@@ -45,18 +45,18 @@ const EVENTS: usize = 64;
 pub(crate) struct EventfdAdder {
     /// The `aio_context_t`, owned by this value.
     context: libc::c_ulong,
-    null: OwnedFd,
+    empty: OwnedFd,
 }
 
 impl EventfdAdder {
-    /// Sets up a context of one op. Fails if the system has no /dev/null, no Linux AIO or none
-    /// left.
+    /// Sets up a context of one op. Fails if the system has no Linux AIO or none left. The
+    /// file is one in memory, so that a sandbox may deny the thread to open files.
     pub(crate) fn new() -> Result<Self, Errno> {
-        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let empty = rustix::fs::memfd_create("ringhaul-empty", MemfdFlags::CLOEXEC)?;
         let mut context: libc::c_ulong = 0;
         // SAFETY: io_setup writes one context id to the address given.
         let result = unsafe { libc::syscall(libc::SYS_io_setup, 1_usize, &raw mut context) };
-        if result == 0 { Ok(Self { context, null }) } else { Err(last_errno()) }
+        if result == 0 { Ok(Self { context, empty }) } else { Err(last_errno()) }
     }
 
     /// Adds one to the counter of an eventfd unless it is full. Fails, adding nothing, if `fd` is
@@ -74,7 +74,7 @@ impl EventfdAdder {
     fn submit(&self, fd: BorrowedFd<'_>) -> Result<(), Errno> {
         let mut iocb = Iocb {
             opcode: IOCB_CMD_PREAD,
-            fd: self.null.as_raw_fd(),
+            fd: self.empty.as_raw_fd(),
             flags: IOCB_FLAG_RESFD,
             resfd: fd.as_raw_fd(),
             ..Iocb::default()
