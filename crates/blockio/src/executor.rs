@@ -6,11 +6,13 @@ pub(crate) mod mailbox;
 pub(crate) mod model_tests;
 pub(crate) mod notify;
 pub mod oneshot;
+pub(crate) mod os_thread;
 pub(crate) mod semaphore;
 pub(crate) mod sync;
 pub(crate) mod task;
 pub(crate) mod wait_list;
 
 pub use notify::Notify;
+pub use os_thread::{ThreadStarter, set_thread_starter, start_thread};
 pub use semaphore::FairSemaphore;
 pub use sync::Lock;

@@ -11,15 +11,16 @@ mod pending_ops;
 mod requests;
 mod shared;
 
+use std::fmt;
 use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use std::{fmt, thread};
 
 use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource, Line, StallLog};
+use blockio::executor::start_thread;
 use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
 use tracing::Span;
 
@@ -257,7 +258,7 @@ fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
             log_state(&name, &mut unanswered, away);
         }
     };
-    thread::Builder::new().name("ringhaul-rbd".into()).spawn(work)?;
+    start_thread("ringhaul-rbd", work)?;
     Ok(end)
 }
 

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::DiskSource;
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
@@ -76,15 +76,13 @@ impl Control {
             closed.close(None);
             ended();
         }));
-        let thread = std::thread::Builder::new()
-            .name("ringhaul-control".into())
-            .spawn(move || {
-                // Runs at every end of the thread, a panic included.
-                let _ended = ended;
-                exports.run();
-                drop(exports);
-            })
-            .context("cannot start the control thread")?;
+        let thread = start_thread("ringhaul-control", move || {
+            // Runs at every end of the thread, a panic included.
+            let _ended = ended;
+            exports.run();
+            drop(exports);
+        })
+        .context("cannot start the control thread")?;
         Ok(Self { stages, orders, alarm, thread: Lock::new(Some(thread)) })
     }
 

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -115,10 +115,10 @@ impl ControlSocket {
         let in_progress = Arc::<RequestsInProgress>::default();
         let counted = Arc::clone(&in_progress);
         let listening = Arc::clone(&endpoint);
-        let thread = std::thread::Builder::new()
-            .name("ringhaul-rpc".into())
-            .spawn(move || listen(&listening, &stopped, &access.into(), &daemon, &counted))
-            .context("cannot start the thread of the control socket")?;
+        let thread = start_thread("ringhaul-rpc", move || {
+            listen(&listening, &stopped, &access.into(), &daemon, &counted)
+        })
+        .context("cannot start the thread of the control socket")?;
         Ok(Self { stop, thread: Some(thread), in_progress, _endpoint: endpoint })
     }
 
@@ -177,8 +177,7 @@ fn listen(
             }
         };
         // Without a thread the client sees its connection closed.
-        if let Err(error) = std::thread::Builder::new().name("ringhaul-client".into()).spawn(serve)
-        {
+        if let Err(error) = start_thread("ringhaul-client", serve) {
             tracing::warn!(
                 "cannot serve a client of the control socket: its thread cannot start: {error}; \
                  raise the limit on processes (ulimit -u)"

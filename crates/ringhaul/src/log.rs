@@ -144,9 +144,18 @@ pub fn start_writing() -> anyhow::Result<()> {
     queue::start_thread().context("cannot start the thread that writes the log")
 }
 
+/// True once a thread has panicked.
+static IS_PANICKING: AtomicBool = AtomicBool::new(false);
+
+/// Returns true once a thread has panicked: the process ends, and looks for the names of functions.
+pub(crate) fn is_panicking() -> bool {
+    IS_PANICKING.load(Ordering::Relaxed)
+}
+
 /// Sends panics through the log: a panic ends the process and must not wait for the log's reader.
 fn report_panics() {
     std::panic::set_hook(Box::new(move |info| {
+        IS_PANICKING.store(true, Ordering::Relaxed);
         let backtrace = Backtrace::capture();
         let mut text = info.to_string();
         if backtrace.status() == BacktraceStatus::Captured {

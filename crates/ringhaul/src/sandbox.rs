@@ -2,26 +2,30 @@
 //!
 //! The main thread enters it before any other thread exists, and all later threads inherit it: no
 //! new privileges, few capabilities, and the files of [`Rules`] alone (`files.rs`). They make no
-//! system call that a daemon never needs (`calls.rs`), and no ring of io_uring (`ring_threads.rs`).
-//! Two tasks need more rights than the daemon has. A helper process outside the sandbox carries
-//! them out (`helper.rs`).
+//! system call that a daemon never needs (`calls.rs`), and each makes the calls of its own table
+//! alone (`tables.rs`, `threads.rs`, `unlisted.rs`). Two tasks need more rights than the daemon
+//! has. A helper process outside the sandbox carries them out (`helper.rs`).
 
 mod calls;
 mod capabilities;
 mod files;
 pub(crate) mod helper;
-pub(crate) mod ring_threads;
 mod rules;
+mod tables;
+mod threads;
+mod unlisted;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use rules::Rules;
+pub(crate) use threads::enter as enter_thread;
+use unlisted::Reaction;
 
 /// Values of `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -77,7 +81,10 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
     let (mut missing, mut enforced) = (Vec::new(), None);
     match mode {
         SandboxMode::Off => {}
-        SandboxMode::Log => calls::log_denied(&rules)?,
+        SandboxMode::Log => {
+            calls::log_denied(&rules)?;
+            missing.extend(threads::begin(&rules, Reaction::KernelLog)?);
+        }
         SandboxMode::On | SandboxMode::Strict => {
             // First, because it must remain outside.
             helper::start(config, &rules)?;
@@ -85,9 +92,14 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
             let (is_enforced, lacks) = files::restrict(&rules)?;
             missing.extend(lacks);
             // A kernel without seccomp, or a service manager that denies the call.
-            missing.extend(calls::deny(&rules).err().map(|error| format!("{error:#}")));
-            ring_threads::begin().context("cannot start the thread that starts IoThreads")?;
-            missing.extend(calls::deny_rings().err().map(|error| format!("{error:#}")));
+            if let Err(error) = calls::deny(&rules) {
+                missing.push(format!("{error:#}"));
+            } else {
+                let ends = mode == SandboxMode::Strict;
+                let reaction = if ends { Reaction::End } else { Reaction::Deny };
+                missing.extend(threads::begin(&rules, reaction)?);
+                missing.extend(calls::deny_rings().err().map(|error| format!("{error:#}")));
+            }
             enforced = is_enforced.then_some(rules);
         }
     }
@@ -107,10 +119,10 @@ pub(crate) fn confine(mode: SandboxMode, rules: Rules, config: Option<&Path>) ->
     Ok(())
 }
 
-/// Denies this thread of [`ring_threads`], and all that it starts, further rings of io_uring:
-/// operations of a ring pass no filter of system calls. Does nothing without a sandbox.
+/// Denies this thread, and all that it starts, further rings of io_uring: operations of a ring pass
+/// no filter of system calls. Does nothing without a sandbox.
 pub(crate) fn deny_rings() {
-    if let Err(error) = if mode().confines() { calls::deny_rings() } else { Ok(()) } {
+    if let Err(error) = if threads::are_denied() { calls::deny_rings() } else { Ok(()) } {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("unnamed").to_owned();
         tracing::warn!("the sandbox of the thread {name} is incomplete: {error:#}");

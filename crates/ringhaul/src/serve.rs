@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail};
+use blockio::executor::start_thread;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
@@ -26,6 +27,7 @@ use crate::monitoring::server::MetricsServer;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::process::service_manager;
+use crate::sandbox;
 use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
 use crate::socket::metrics_address::MetricsAddress;
@@ -241,6 +243,7 @@ fn end(
     opening: Option<OpeningThread>,
     control: Option<ControlSocket>,
 ) -> Result<ExitCode> {
+    sandbox::enter_thread("ringhaul");
     let outcome = ending.wait(daemon)?;
     opening.into_iter().for_each(OpeningThread::settle);
     if outcome == Outcome::Clean {
@@ -287,7 +290,7 @@ impl SignalThread {
                 let _ = daemon.handle(Command::End(cause));
             }
         };
-        let thread = std::thread::Builder::new().name("ringhaul-signal".into()).spawn(pass_on);
+        let thread = start_thread("ringhaul-signal", pass_on);
         Ok(Self { handle, thread: Some(thread.context("cannot start the thread for signals")?) })
     }
 }

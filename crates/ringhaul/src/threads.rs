@@ -9,9 +9,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
+use blockio::executor::start_thread;
 use blockio::{IoThread, IoThreadConfig, Remote};
-
-use crate::sandbox::ring_threads;
 
 /// IoThreads that run until they are dropped.
 pub struct IoThreads {
@@ -36,7 +35,7 @@ impl IoThreads {
             let (sender, receiver) = mpsc::sync_channel(1);
             let (config, failed) = (config.clone(), Arc::clone(failed));
             let run = move || run(index, &config, &sender, &*failed);
-            let handle = ring_threads::spawn(&format!("iothread-{index}"), run)
+            let handle = start_thread(&format!("iothread-{index}"), run)
                 .context("cannot start an IoThread")?;
             threads.handles.push(handle);
             let remote = receiver.recv().context("an IoThread ended while it started")??;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
@@ -150,8 +150,7 @@ impl CallRelay {
             has_ended: AtomicBool::new(false),
         });
         let of_thread = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("ringhaul-call".into());
-        thread.spawn(move || {
+        start_thread("ringhaul-call", move || {
             of_thread.relay_calls();
             drop(place);
         })?;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use device::oneshot;
 use virtqueue::GuestMemory;
 
@@ -227,9 +227,8 @@ impl JobQueue {
             return;
         }
         let this = Arc::clone(self);
-        let thread = std::thread::Builder::new().name(self.name.into());
         // If no thread can be started, the jobs wait for the next call.
-        if thread.spawn(move || while this.run_next() {}).is_ok() {
+        if start_thread(self.name, move || while this.run_next() {}).is_ok() {
             jobs.threads += 1;
         }
     }

@@ -292,6 +292,7 @@ impl Running {
             .with_context(|| format!("waiting for the end; so far:\n{}", self.stderr))?;
         let stdout = self.stdout.take().map(JoinHandle::join);
         let stdout = stdout.and_then(Result::ok).context("the reader of stdout has failed")?;
+        check_calls(&self.stderr)?;
         Ok(Finished { status, stdout, stderr: std::mem::take(&mut self.stderr) })
     }
 
@@ -309,6 +310,16 @@ impl Running {
             }
         }
     }
+}
+
+/// Checks that the tables of system calls in the sandbox list all calls that the daemon has made.
+///
+/// # Errors
+/// If its log reports another.
+pub(crate) fn check_calls(log: &str) -> Result<()> {
+    let denied = log.lines().find(|line| line.contains("denied the thread"));
+    ensure!(denied.is_none(), "{}", denied.unwrap_or_default());
+    Ok(())
 }
 
 impl Drop for Running {

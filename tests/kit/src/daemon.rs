@@ -16,7 +16,7 @@ use ringhaul_tools::process::wait_child;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::cli::{READY, allow_test_folders, ringhaul_under};
+use crate::cli::{READY, allow_test_folders, check_calls, ringhaul_under};
 use crate::server::{Cache, Engine};
 use crate::system::thread_id;
 
@@ -387,6 +387,7 @@ impl Daemon {
             .with_context(|| format!("after SIGTERM; its messages:\n{}", self.messages()))?;
         ensure!(status.success(), "the daemon ended with {status}:\n{}", self.messages());
         ensure!(!self.socket.exists(), "the daemon has left its socket behind");
+        check_calls(&self.messages())?;
         self.trace.as_ref().map_or(Ok(String::new()), |path| {
             fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
         })

@@ -32,6 +32,7 @@ mod prometheus;
 mod recipes;
 mod resize;
 mod restart;
+mod sandbox;
 mod sandbox_options;
 mod schema;
 mod secrets;

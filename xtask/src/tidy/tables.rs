@@ -71,6 +71,8 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/device/src/queue/eventfd.rs", "system calls of Linux AIO, which adds to an eventfd"),
     ("crates/ringhaul/src/process/limits.rs", "ignores a signal"),
     ("crates/ringhaul/tests/sandbox/attempts.rs", "tests: system calls of an attacker"),
+    ("crates/ringhaul/tests/sandbox/unlisted.rs", "tests: a system call that is denied"),
+    ("crates/ringhaul/src/sandbox/unlisted.rs", "a signal handler that denies system calls"),
     ("crates/ringhaul/src/sandbox/helper.rs", "forks a process, and closes its descriptors"),
     (
         "crates/ringhaul/src/socket/permissions.rs",

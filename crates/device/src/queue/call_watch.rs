@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 
@@ -161,9 +161,7 @@ impl CallWatch {
         install_handler().map_err(WatchError::Signal)?;
         // Set before the thread checks it.
         REGISTRY.lock().running = true;
-        let thread = std::thread::Builder::new()
-            .name("ringhaul-watch".into())
-            .spawn(move || watch_calls(periodic))
+        let thread = start_thread("ringhaul-watch", move || watch_calls(periodic))
             .map_err(WatchError::Thread)?;
         REGISTRY.lock().thread = Some(thread.thread().clone());
         Ok(Self { thread: Some(thread) })

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Condvar};
-use std::thread;
 use std::time::Instant;
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 
 /// The resolver's answer for a name.
 type Answer = Result<Vec<SocketAddr>, String>;
@@ -73,7 +72,7 @@ impl Resolver {
             self.lookups.lock().remove(&name);
             found.finish(answer);
         };
-        let started = thread::Builder::new().name("nbd-resolve".to_owned()).spawn(work);
+        let started = start_thread("nbd-resolve", work);
         started
             .map_err(|error| format!("cannot start the thread that resolves {host}: {error}"))?;
         all.insert(key, Arc::clone(&lookup));
@@ -98,6 +97,7 @@ impl Lookup {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
     use std::time::Duration;
 
     use super::*;

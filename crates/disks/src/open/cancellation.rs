@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use blockio::DiskSource;
 use blockio::disk::DiskState;
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 
 /// A cancellation token for opening a disk. Clones share its state.
 #[derive(Debug, Clone, Default)]
@@ -119,8 +119,8 @@ pub fn with_hang_timeout<T>(
             wait = CHECK_INTERVAL;
         }
     };
-    let thread = std::thread::Builder::new().name("ringhaul-patience".into());
-    let thread = thread.spawn(watch).context("cannot start the thread that watches the disk")?;
+    let thread = start_thread("ringhaul-patience", watch)
+        .context("cannot start the thread that watches the disk")?;
     let result = open(&token);
     drop(is_open);
     if thread.join().is_err() {

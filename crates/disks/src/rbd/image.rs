@@ -10,10 +10,10 @@ use std::ptr::{null, null_mut};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 
 use blockio::Io;
 use blockio::driver::ForeignOp;
+use blockio::executor::start_thread;
 use iomem::{Buffers, LentBlock};
 
 use super::api::{Api, EXCLUSIVE, Handle, THICK, api};
@@ -366,7 +366,7 @@ impl Drop for Image {
         let open = unsafe { ManuallyDrop::take(&mut self.open) };
         if self.waiting.was_abandoned() {
             // A thread closes it when the cluster answers. If that cannot start, it is closed here.
-            let _ = thread::Builder::new().name("ringhaul-rbd".into()).spawn(move || drop(open));
+            let _ = start_thread("ringhaul-rbd", move || drop(open));
         }
     }
 }

@@ -4,10 +4,10 @@ use std::ffi::{CStr, CString, OsStr};
 use std::io;
 use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
 use std::time::Duration;
 
 use blockio::disk::DiskInfo;
+use blockio::executor::start_thread;
 use blockio::file::open_regular;
 use blockio::{DiskOptions, Error};
 use tracing::Span;
@@ -68,7 +68,7 @@ pub(super) fn open(
         // The caller has left if it took too long. Dropping it closes it, here.
         drop(opened.send(result));
     };
-    let started = thread::Builder::new().name("ringhaul-rbd".into()).spawn(work);
+    let started = start_thread("ringhaul-rbd", work);
     started.map_err(|error| refused(format!("cannot start the thread that opens it: {error}")))?;
     let locks = name.exclusive && !options.read_only;
     let patience = if locks { PATIENCE + LOCK_PATIENCE } else { PATIENCE };

@@ -5,6 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
+use blockio::executor::start_thread;
 use device::{Device, oneshot};
 
 use super::disk_change::DiskChange;
@@ -157,5 +158,5 @@ fn close(disks: (Vec<DiskSource>, Device), closed: oneshot::Sender<()>) {
         closed.send(());
     };
     // If no thread can be started, dropping the closure closes the disks here.
-    let _ = std::thread::Builder::new().name("ringhaul-close".into()).spawn(close);
+    let _ = start_thread("ringhaul-close", close);
 }

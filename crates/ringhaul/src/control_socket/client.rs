@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use blockio::executor::start_thread;
 
 use super::access::{Access, Role, by_place};
 use super::client_quota::ClientSlot;
@@ -173,7 +174,7 @@ impl Client {
             // The client has left, or was too slow.
             connection.close();
         };
-        let thread = std::thread::Builder::new().name("ringhaul-events".into()).spawn(send);
+        let thread = start_thread("ringhaul-events", send);
         thread.context("cannot start the thread of a subscriber").map(drop)
     }
 

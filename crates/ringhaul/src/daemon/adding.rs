@@ -9,6 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockio::executor::start_thread;
 use blockio::file::FileTable;
 use disks::open::CancelToken;
 use tracing::Span;
@@ -113,7 +114,7 @@ impl Daemon {
                 Err(error) => daemon.report_failure(&names, error),
             }
         };
-        let thread = std::thread::Builder::new().name("ringhaul-open".into()).spawn(open);
+        let thread = start_thread("ringhaul-open", open);
         thread.context("cannot start the thread that opens the disks")?;
         Ok(OpeningThread(opening))
     }

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::disk;
+use blockio::executor::start_thread;
 
 use crate::control::WatchedDisk;
 use crate::control::subscribers::{EventDetails, ExportEvent};
@@ -49,7 +50,7 @@ impl DiskMonitor {
                 checks.check_all();
             }
         };
-        let thread = std::thread::Builder::new().name("ringhaul-sizes".into()).spawn(watch);
+        let thread = start_thread("ringhaul-sizes", watch);
         let thread = thread.context("cannot start the thread that watches the sizes of disks")?;
         Ok(Self { end: Some(end), thread: Some(thread) })
     }
@@ -286,7 +287,7 @@ fn start_checker() -> io::Result<mpsc::Sender<Check>> {
             let _ = found.send(check(&disk, &daemon));
         }
     };
-    std::thread::Builder::new().name("ringhaul-size".into()).spawn(work)?;
+    start_thread("ringhaul-size", work)?;
     Ok(requests)
 }
 

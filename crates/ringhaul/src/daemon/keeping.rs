@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 
 use anyhow::Result;
+use blockio::executor::start_thread;
 use disks::open::CancelToken;
 
 use super::Daemon;
@@ -144,9 +145,8 @@ impl Daemon {
                 daemon.restore_in_part(failed, &units);
             }
         };
-        let thread = std::thread::Builder::new().name("ringhaul-restore".into());
         // Without this thread, exports that fail because of a unit are not served.
-        if let Err(error) = thread.spawn(work) {
+        if let Err(error) = start_thread("ringhaul-restore", work) {
             tracing::error!("cannot start the thread that restores exports in part: {error}");
         }
         Ok(opening)

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 
 use crate::daemon::Daemon;
 use crate::open::parallel::{ParallelCalls, Yield};
@@ -74,7 +74,7 @@ impl Reload {
             }
         };
         // The thread is not joined, because it may be waiting for a disk.
-        let thread = std::thread::Builder::new().name("ringhaul-reload".into()).spawn(work);
+        let thread = start_thread("ringhaul-reload", work);
         thread.context("cannot start the thread that reads the configuration again")?;
         Ok(Self(asked))
     }
@@ -231,7 +231,7 @@ impl Reloader {
             // The reload may have been cancelled.
             let _ = done.send(file.read());
         };
-        let thread = std::thread::Builder::new().name("ringhaul-config".into()).spawn(work);
+        let thread = start_thread("ringhaul-config", work);
         thread.context("cannot start the thread that reads the configuration")?;
         if let Ok(config) = result.recv_timeout(READ_SLOW) {
             return config;

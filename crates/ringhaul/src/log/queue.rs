@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, OnceLock, PoisonError};
 use std::time::Duration;
 
-use blockio::executor::Lock;
+use blockio::executor::{self, Lock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::stdio::stderr;
@@ -46,7 +46,7 @@ pub(super) fn start_thread() -> io::Result<()> {
     let queue = QUEUE.get_or_init(Queue::default);
     if !IS_STARTED.swap(true, Ordering::Relaxed) {
         let write = move || queue.write_lines(write_to_stderr, report_dropped);
-        std::thread::Builder::new().name("ringhaul-log".into()).spawn(write)?;
+        executor::start_thread("ringhaul-log", write)?;
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockio::executor::start_thread;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -53,9 +54,7 @@ impl MetricsServer {
         let serve = move || {
             Server { listener, daemon, clients: Vec::new() }.run(&stopped);
         };
-        let thread = std::thread::Builder::new()
-            .name("ringhaul-metric".into())
-            .spawn(serve)
+        let thread = start_thread("ringhaul-metric", serve)
             .context("cannot start the thread of --metrics")?;
         Ok(Self { stop, thread: Some(thread) })
     }

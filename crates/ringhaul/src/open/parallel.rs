@@ -7,9 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use blockio::executor::Lock;
-
-use crate::sandbox::ring_threads;
+use blockio::executor::{Lock, start_thread};
 
 /// The time without a result after which another thread is added, because a call may hang on a
 /// disk.
@@ -48,7 +46,7 @@ pub(crate) type Yield<'a> = &'a dyn Fn();
 struct Work<T, R> {
     queue: Lock<VecDeque<(usize, T)>>,
     call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
-    has_rings: bool,
+    thread: &'static str,
 }
 
 impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
@@ -57,7 +55,7 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
         list: Vec<T>,
         call: impl Fn(T, Yield<'_>) -> R + Send + Sync + 'static,
     ) -> Self {
-        Self::begin_on(list, Box::new(call), false)
+        Self::begin_on(list, Box::new(call), "ringhaul-side")
     }
 
     /// Like [`begin`](Self::begin), for calls that may make rings of io_uring.
@@ -65,18 +63,18 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
         list: Vec<T>,
         call: impl Fn(T, Yield<'_>) -> R + Send + Sync + 'static,
     ) -> Self {
-        Self::begin_on(list, Box::new(call), true)
+        Self::begin_on(list, Box::new(call), "ringhaul-rings")
     }
 
     fn begin_on(
         list: Vec<T>,
         call: Box<dyn Fn(T, Yield<'_>) -> R + Send + Sync>,
-        has_rings: bool,
+        thread: &'static str,
     ) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let (unanswered, threads) = (list.len(), list.len().min(cpus.max(2)));
         let queue = Lock::new(list.into_iter().enumerate().collect());
-        let work = Arc::new(Work { queue, call, has_rings });
+        let work = Arc::new(Work { queue, call, thread });
         let (done, results) = mpsc::channel();
         let mut this =
             Self { work, done: Some(done), results, unanswered, waiting: BTreeSet::new() };
@@ -143,11 +141,7 @@ impl<T: Send + 'static, R: Send + 'static> ParallelCalls<T, R> {
 impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
     fn start(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) -> std::io::Result<()> {
         let (work, sender) = (Arc::clone(this), done.clone());
-        let (name, run) = ("ringhaul-side", move || Self::run(&work, &sender));
-        if this.has_rings {
-            return ring_threads::spawn(name, run).map(drop);
-        }
-        std::thread::Builder::new().name(name.into()).spawn(run).map(drop)
+        start_thread(this.thread, move || Self::run(&work, &sender)).map(drop)
     }
 
     fn run(this: &Arc<Self>, done: &mpsc::Sender<Message<R>>) {

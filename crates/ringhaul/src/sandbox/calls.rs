@@ -11,8 +11,8 @@ use iomem::fits;
 #[cfg(target_arch = "x86_64")]
 use seccompiler::sock_filter;
 use seccompiler::{
-    SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch, apply_filter,
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch, apply_filter,
 };
 
 use super::rules::Rules;
@@ -345,11 +345,23 @@ fn apply(calls: Calls, action: SeccompAction) -> Result<()> {
 }
 
 fn install(calls: Calls, otherwise: SeccompAction, listed: SeccompAction) -> Result<()> {
+    let program = program(calls, otherwise, listed)?;
+    apply_filter(&program).context("cannot restrict system calls")
+}
+
+fn program(calls: Calls, otherwise: SeccompAction, listed: SeccompAction) -> Result<BpfProgram> {
     let machine: TargetArch =
         ARCH.try_into().context("this processor has no table of system calls")?;
-    let filter = SeccompFilter::new(calls, otherwise, listed, machine)?;
-    let program: seccompiler::BpfProgram = filter.try_into()?;
-    apply_filter(&program).context("cannot restrict system calls")
+    Ok(SeccompFilter::new(calls, otherwise, listed, machine)?.try_into()?)
+}
+
+/// The filter that allows these calls alone, and no executable memory. All others have `action`.
+pub(super) fn only(lists: &[&[libc::c_long]], action: SeccompAction) -> Result<BpfProgram> {
+    let mut calls: Calls = lists.iter().flat_map(|list| *list).map(|nr| (*nr, vec![])).collect();
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        calls.insert(call, vec![rule(2, masked(libc::PROT_EXEC), 0)?]);
+    }
+    program(calls, action, SeccompAction::Allow)
 }
 
 #[cfg(test)]

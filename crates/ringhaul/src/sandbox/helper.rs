@@ -35,8 +35,9 @@ use super::{calls, capabilities};
 
 /// The longest message, in bytes.
 const MESSAGE_BYTES: usize = 16 << 10;
-/// The longest wait for an answer: the configuration file may lie on a file system that hangs.
-const ANSWER_MAX: Duration = Duration::from_secs(10);
+/// The longest wait for an answer: the configuration file may lie on a file system that hangs. A
+/// reload waits for a shorter time, and reports the hang.
+const ANSWER_MAX: Duration = Duration::from_secs(11);
 
 /// Bytes of the number that a request and its answer begin with.
 const NUMBER_BYTES: usize = 4;

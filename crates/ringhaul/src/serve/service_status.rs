@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockio::executor::start_thread;
 
 use crate::control::subscribers::EventReceiver;
 use crate::daemon::Daemon;
@@ -28,9 +29,7 @@ pub(super) fn start(daemon: &Arc<Daemon>) -> Result<()> {
     let interval = service_manager::watchdog_interval();
     let reporter = Reporter { daemon: Arc::downgrade(daemon) };
     let watchdog = interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
-    let thread = std::thread::Builder::new().name("ringhaul-notify".into());
-    thread
-        .spawn(move || reporter.run(watchdog))
+    start_thread("ringhaul-notify", move || reporter.run(watchdog))
         .context("cannot start the thread that reports to the service manager")
         .map(drop)
 }

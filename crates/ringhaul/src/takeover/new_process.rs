@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use blockio::executor::start_thread;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use vhost_user::PassedFds;
@@ -212,7 +213,7 @@ impl PassedOnRequests {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("ringhaul-heir".into()).spawn(listen);
+        let thread = start_thread("ringhaul-heir", listen);
         thread.context("cannot start the thread that reads from the old process").map(drop)
     }
 }

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod attempts;
+mod unlisted;
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -30,6 +31,11 @@ fn main() -> ExitCode {
     {
         return attempt_in_sandbox(name, mode, Path::new(folder), port.parse().unwrap());
     }
+    if let [_, thread, mode, folder] = &words[..]
+        && let Some(name) = thread.strip_prefix("--thread=")
+    {
+        return unlisted::call_on_thread(name, mode, Path::new(folder));
+    }
     let is_root = rustix::process::geteuid().is_root();
     let modes = &[("strict", DENIED), ("off", SUCCEEDED)][..if is_root { 2 } else { 1 }];
     let mut failed = 0;
@@ -42,6 +48,7 @@ fn main() -> ExitCode {
         }
     }
     println!("{} attempts, {failed} failed", modes.len() * ATTEMPTS.len());
+    failed += unlisted::test_all();
     ExitCode::from(u8::from(failed > 0))
 }
 
@@ -62,7 +69,8 @@ fn run(name: &str, mode: &str) -> Option<i32> {
     command.status().unwrap().code()
 }
 
-fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitCode {
+/// Enters the sandbox of a daemon with the disk and the socket in the folder `mine`.
+fn enter_sandbox(mode: &str, folder: &Path) {
     let disk = format!("--blk-file={}", folder.join("mine/disk").display());
     let socket = format!("--socket-path={}", folder.join("mine/socket").display());
     let mode = format!("--sandbox={mode}");
@@ -71,6 +79,10 @@ fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitC
         ServeArgs::from_arg_matches(&serve.get_matches_from(["serve", &disk, &socket, &mode]));
     let args = args.unwrap();
     serve::enter_sandbox(&args, None, &args.exports().unwrap()).unwrap();
+}
+
+fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitCode {
+    enter_sandbox(mode, folder);
     // The daemon itself can work.
     let disk = std::fs::File::options().read(true).write(true).open(folder.join("mine/disk"));
     disk.unwrap().set_len(1 << 17).unwrap();

@@ -5,7 +5,6 @@ mod ring;
 
 use std::io;
 use std::sync::Arc;
-use std::thread;
 use std::time::Instant;
 
 use rustix::event::Timespec;
@@ -16,6 +15,7 @@ pub(in crate::engine) use aio::AioContext;
 pub(in crate::engine) use ring::Ring;
 
 use crate::engine::pool::Pool;
+use crate::executor;
 
 /// Returns true if the kernel has taken the jobs of the pool, which then needs no threads: never.
 #[inline]
@@ -36,5 +36,5 @@ pub(in crate::engine) fn sleep(
 /// Starts a thread for work that may block. Its lines in the log have the span of the caller.
 pub fn start_thread(name: &str, work: Box<dyn FnOnce() + Send>) -> io::Result<()> {
     let span = Span::current();
-    thread::Builder::new().name(name.to_owned()).spawn(move || span.in_scope(work)).map(drop)
+    executor::start_thread(name, move || span.in_scope(work)).map(drop)
 }

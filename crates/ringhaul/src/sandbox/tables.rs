@@ -1,0 +1,361 @@
+//! The system calls that each kind of thread needs.
+//!
+//! They come from records of all threads in end-to-end tests, by `raw_syscalls:sys_enter`. Other
+//! versions of the C library make other calls for the same, and so do other processors.
+
+use libc::c_long;
+
+/// The calls of threads.
+pub(super) struct Table {
+    /// Names of threads. A name that ends with a dash is the start of names.
+    threads: &'static [&'static str],
+    pub(super) calls: &'static [&'static [c_long]],
+    /// True if the threads open, close or use disks, so that libraries of disks run in them.
+    pub(super) uses_disks: bool,
+}
+
+impl Table {
+    /// Returns true if a thread with this name has the table.
+    pub(super) fn is_of(&self, name: &str) -> bool {
+        let is_it = |own: &str| own == name || own.ends_with('-') && name.starts_with(own);
+        self.threads.iter().any(|own| is_it(own))
+    }
+
+    /// Returns true if the threads make rings of io_uring.
+    pub(super) fn makes_rings(&self) -> bool {
+        self.calls.iter().any(|list| list.contains(&libc::SYS_io_uring_setup))
+    }
+}
+
+/// All tables. Threads of the resolver (`nbd-resolve`) and of Ceph (`ringhaul-rbd`) run libraries
+/// of the system, and have none. Pool threads have the table of their IoThread.
+pub(super) const TABLES: &[Table] = &[
+    Table {
+        threads: &["iothread-"],
+        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES],
+        uses_disks: true,
+    },
+    Table {
+        threads: &["ringhaul-rings", "qcow2"],
+        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, FILES, SOCKETS],
+        uses_disks: true,
+    },
+    Table {
+        threads: &[
+            "ringhaul",
+            "ringhaul-client",
+            "ringhaul-open",
+            "ringhaul-reload",
+            "ringhaul-restore",
+            "ringhaul-side",
+            "ringhaul-size",
+        ],
+        calls: &[COMMON, THREADS, LOOP, DATA, MESSAGES, FILES, SOCKETS],
+        uses_disks: true,
+    },
+    Table {
+        threads: &["ringhaul-close"],
+        calls: &[COMMON, LOOP, DATA, MESSAGES, FILES],
+        uses_disks: true,
+    },
+    Table {
+        threads: &["nbd-connect"],
+        calls: &[COMMON, MESSAGES, FILES, SOCKETS],
+        uses_disks: false,
+    },
+    Table {
+        threads: &["ringhaul-control"],
+        calls: &[COMMON, MESSAGES, FILES, EVENTS],
+        uses_disks: false,
+    },
+    Table {
+        threads: &["ringhaul-config", "ringhaul-reserve", "ringhaul-metric"],
+        calls: &[COMMON, MESSAGES, FILES],
+        uses_disks: false,
+    },
+    Table { threads: &["ringhaul-notify"], calls: &[COMMON, MESSAGES, SOCKETS], uses_disks: false },
+    Table {
+        threads: &["ringhaul-call", "ringhaul-map", "ringhaul-unmap"],
+        calls: &[COMMON, EVENTS, MEMORY],
+        uses_disks: false,
+    },
+    Table {
+        threads: &["ringhaul-events", "ringhaul-heir", "ringhaul-rpc", "ringhaul-signal"],
+        calls: &[COMMON, MESSAGES],
+        uses_disks: false,
+    },
+    Table {
+        threads: &["ringhaul-denied", "ringhaul-log", "ringhaul-patience", "ringhaul-sizes"],
+        calls: &[COMMON],
+        uses_disks: false,
+    },
+    Table { threads: &["ringhaul-watch"], calls: &[COMMON, NAMES], uses_disks: false },
+];
+
+/// A call that a debugger has the kernel skip. It has the result that the debugger chooses.
+const SKIPPED: c_long = 0xffff_ffff;
+
+/// Memory, locks, clocks and signals, the use of open descriptors, the end of a thread, of the
+/// process, and the handlers of signals. (`calls.rs` adds memory that is not executable.)
+const COMMON: &[c_long] = &[
+    libc::SYS_write,
+    libc::SYS_read,
+    libc::SYS_futex,
+    libc::SYS_brk,
+    libc::SYS_clock_getres,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_fcntl,
+    libc::SYS_fstat,
+    libc::SYS_ftruncate,
+    libc::SYS_getcpu,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_gettimeofday,
+    libc::SYS_madvise,
+    libc::SYS_membarrier,
+    libc::SYS_memfd_create,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    libc::SYS_ppoll,
+    libc::SYS_prctl,
+    libc::SYS_prlimit64,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+    libc::SYS_tgkill,
+    libc::SYS_writev,
+    // The C library musl ends a process by it.
+    libc::SYS_tkill,
+    SKIPPED,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_time,
+];
+
+/// Pool threads, and the thread that watches the closing of a unit: these are started without the
+/// thread that starts the others.
+const THREADS: &[c_long] = &[libc::SYS_clone, libc::SYS_clone3];
+
+/// The loop of an IoThread, with its engines.
+const LOOP: &[c_long] = &[
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_submit,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_eventfd2,
+    libc::SYS_io_cancel,
+    libc::SYS_io_destroy,
+    libc::SYS_io_getevents,
+    libc::SYS_io_setup,
+    libc::SYS_io_uring_register,
+    libc::SYS_sched_getattr,
+    libc::SYS_sched_setattr,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
+];
+
+/// New rings, and the filter that denies further ones.
+const RINGS: &[c_long] = &[libc::SYS_io_uring_setup, libc::SYS_seccomp];
+
+/// Operations on open disks.
+const DATA: &[c_long] = &[
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_fadvise64,
+    libc::SYS_fallocate,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_fsync,
+    libc::SYS_ioctl,
+    libc::SYS_lseek,
+    libc::SYS_mlock,
+    libc::SYS_munlock,
+    libc::SYS_newfstatat,
+    libc::SYS_readv,
+    libc::SYS_statx,
+    libc::SYS_sync_file_range,
+];
+
+/// Messages on sockets that are open, and new clients of a listener. `ioctl` sets a mode.
+const MESSAGES: &[c_long] = &[
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_sendto,
+    libc::SYS_recvfrom,
+    libc::SYS_accept4,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_ioctl,
+    libc::SYS_readv,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+];
+
+/// New sockets.
+const SOCKETS: &[c_long] =
+    &[libc::SYS_socket, libc::SYS_bind, libc::SYS_connect, libc::SYS_listen, libc::SYS_socketpair];
+
+/// Eventfds.
+const EVENTS: &[c_long] = &[
+    libc::SYS_eventfd2,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
+];
+
+/// Files of guest memory that are looked at and mapped.
+const MEMORY: &[c_long] = &[
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_ioctl,
+    libc::SYS_lseek,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+];
+
+/// Names of hanging descriptors, in `/proc`.
+const NAMES: &[c_long] = &[
+    libc::SYS_readlinkat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+];
+
+/// Files that are opened, as far as Landlock permits them, and locked, replaced and removed.
+const FILES: &[c_long] = &[
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fallocate,
+    libc::SYS_fchmod,
+    libc::SYS_fdatasync,
+    libc::SYS_flock,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_fsync,
+    libc::SYS_getcwd,
+    libc::SYS_getdents64,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getuid,
+    libc::SYS_ioctl,
+    libc::SYS_lseek,
+    libc::SYS_newfstatat,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_readlinkat,
+    libc::SYS_renameat2,
+    libc::SYS_renameat,
+    libc::SYS_statfs,
+    libc::SYS_statx,
+    libc::SYS_unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_access,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lstat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_stat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_unlink,
+];
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// Threads that run libraries of the system.
+    const WITHOUT_TABLE: [&str; 2] = ["nbd-resolve", "ringhaul-rbd"];
+
+    /// The calls that start threads, up to the name.
+    const STARTS: [&str; 3] = ["start_thread(", "begin_on(list, Box::new(call), ", "queue("];
+
+    /// Files that start threads by other means: pool threads, scoped threads, the helper's.
+    const OTHER_STARTS: [&str; 5] = [
+        "blockio/src/executor/os_thread.rs",
+        "blockio/src/engine/threads.rs",
+        "ringhaul/src/control.rs",
+        "ringhaul/src/sandbox/helper.rs",
+        "ringhaul/src/sandbox/threads.rs",
+    ];
+
+    /// Adds the names of threads that a file starts.
+    fn add_names(path: &Path, names: &mut Vec<String>) {
+        let text = std::fs::read_to_string(path).unwrap();
+        let code = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+        let is_other = OTHER_STARTS.iter().any(|file| path.ends_with(file));
+        let is_simulated = path.to_string_lossy().contains("/sim/");
+        let is_plain = is_other || is_simulated || !code.contains("thread::Builder");
+        assert!(is_plain, "{} starts threads that have no table", path.display());
+        for start in STARTS {
+            let names_of = code.split(start).skip(1).filter_map(|rest| {
+                let rest = rest.trim_start().strip_prefix("&format!(").unwrap_or(rest.trim_start());
+                rest.strip_prefix('"')?.split(['"', '{']).next()
+            });
+            names.extend(names_of.map(str::to_owned));
+        }
+    }
+
+    fn add_folder(folder: &Path, names: &mut Vec<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                add_folder(&path, names);
+            } else if path.extension().is_some_and(|end| end == "rs") {
+                add_names(&path, names);
+            }
+        }
+    }
+
+    #[test]
+    fn every_thread_that_a_crate_starts_has_one_table() {
+        let mut names = Vec::new();
+        for folder in ["blockio", "disks", "device", "vhost-user", "virtqueue", "ringhaul"] {
+            let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+            add_folder(&crates.join(folder).join("src"), &mut names);
+        }
+        assert!(names.len() > 25, "{names:?}");
+        for name in &names {
+            let tables = TABLES.iter().filter(|table| table.is_of(name)).count();
+            let expected = usize::from(!WITHOUT_TABLE.contains(&&**name));
+            assert_eq!(tables, expected, "tables of the thread {name}");
+        }
+        for name in TABLES.iter().flat_map(|table| table.threads) {
+            let is_main = *name == "ringhaul";
+            assert!(is_main || names.iter().any(|known| known == name), "no thread {name}");
+        }
+    }
+}
