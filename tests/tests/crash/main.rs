@@ -6,6 +6,7 @@
 
 mod added_exports;
 mod driver;
+mod guide;
 mod images;
 mod kept_front_ends;
 mod package;

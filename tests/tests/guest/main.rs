@@ -8,6 +8,7 @@ mod conformance;
 mod data;
 mod disk_kinds;
 mod encrypted;
+mod first_vm;
 mod images;
 mod kills;
 mod kvm;
