@@ -13,9 +13,9 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockio::executor::Lock;
-use rustix::mm::{Advice, MapFlags, MlockFlags, ProtFlags, madvise, mlock_with, mmap_anonymous};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mlock, mmap_anonymous};
 
-/// The size of the region. Pages that were never used take no memory.
+/// The size of the region, which is mapped when a program has its first secret.
 const REGION_BYTES: usize = 4 << 20;
 
 /// The smallest block, and the number of sizes, each twice the one before it. Larger memory is that
@@ -69,11 +69,7 @@ fn map() {
     let Ok(start) = start else { return };
     // SAFETY: the pages were mapped above. The calls do not change their contents.
     let kept = unsafe {
-        madvise(start, REGION_BYTES, Advice::LinuxDontDump).and(mlock_with(
-            start,
-            REGION_BYTES,
-            MlockFlags::ONFAULT,
-        ))
+        madvise(start, REGION_BYTES, Advice::LinuxDontDump).and(mlock(start, REGION_BYTES))
     };
     if let Err(error) = kept {
         tracing::debug!("cannot keep keys out of swap: {error}; raise the limit (ulimit -l)");
