@@ -39,6 +39,17 @@ pub(crate) struct Begin {
     pub(crate) inflight_versions: Vec<u16>,
     /// The version of the program, for the log.
     pub(crate) version: String,
+    /// True if the new process takes passed sockets that no export has.
+    #[serde(default)]
+    pub(crate) takes_sockets: bool,
+}
+
+/// A listening socket of a service manager that no export has.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct HandedSocket {
+    pub(crate) name: String,
+    pub(crate) socket: EndpointState,
 }
 
 /// The old process and its exports.
@@ -52,6 +63,9 @@ pub(crate) struct Description {
     pub(crate) control: Option<EndpointState>,
     pub(crate) exports: Vec<HandedExport>,
     pub(crate) opening: Vec<HandedOpening>,
+    /// Only for a process that takes them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sockets: Vec<HandedSocket>,
 }
 
 impl Description {

@@ -18,7 +18,7 @@ use crate::control::hand_over_state::{
     Described, ExportProgress, HandedDisk, HandedExport, HandedOpening, Paused,
 };
 use crate::control::{ExportSetup, FailedExport};
-use crate::daemon::format::ProcessOptions;
+use crate::daemon::format::{HandedSocket, ProcessOptions};
 use crate::log::export_span;
 use crate::open::disk::OpenDisk;
 use crate::open::parallel::ParallelCalls;
@@ -237,6 +237,26 @@ impl Daemon {
         let set_up = set_up.map_err(|failed| failed.release().1)?;
         self.begin_to_serve()?;
         Ok(ExpectedExports(set_up))
+    }
+
+    /// Hands over the passed sockets, for exports that may be added later.
+    pub(crate) fn hand_over_sockets(&self, fds: &mut PassedFds) -> Result<Vec<HandedSocket>> {
+        let sockets = self.inherited.hand_over_named(fds);
+        let sockets = sockets.context("cannot hand over an inherited socket")?;
+        Ok(sockets.into_iter().map(|(name, socket)| HandedSocket { name, socket }).collect())
+    }
+
+    /// Takes passed sockets over.
+    pub(crate) fn expect_sockets(
+        &self,
+        sockets: Vec<HandedSocket>,
+        fds: &mut PassedFds,
+    ) -> Result<()> {
+        for HandedSocket { name, socket } in sockets {
+            let endpoint = Endpoint::take_over(socket, fds);
+            self.inherited.remember(&name, &endpoint.context("cannot take over a socket")?)?;
+        }
+        Ok(())
     }
 
     /// Takes the sockets of exports whose disks another process has been opening. This process is
@@ -471,6 +491,36 @@ mod tests {
             let endpoint = endpoint.expect("the socket is lost");
             let _front_end = UnixStream::connect(&path).unwrap();
             assert!(endpoint.accept().unwrap().is_ok(), "it is another socket");
+        }
+    }
+
+    /// An export may be added later. Repeated upgrades do not multiply the sockets.
+    #[test]
+    fn a_passed_socket_without_an_export_goes_along() {
+        let start = || {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+            Daemon::start(args, InheritedSockets::default()).unwrap()
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("later");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut fds = PassedFds::default();
+        let socket = fds.put("socket", listener).unwrap();
+        let socket = EndpointState::Inherited { socket, was_blocking: false };
+        let mut handed = vec![HandedSocket { name: "vm.socket".to_owned(), socket }];
+        for upgrade in 0..3 {
+            let (daemon, _ending) = start();
+            daemon.expect_sockets(handed, &mut fds).unwrap();
+            let endpoint = daemon.inherited.listener("later", &path).unwrap().unwrap();
+            let _front_end = UnixStream::connect(&path).unwrap();
+            assert!(endpoint.accept().unwrap().is_ok(), "it is another socket");
+            // An export with the socket comes with it, too.
+            daemon.inherited.remember("later", &endpoint).unwrap();
+            fds = PassedFds::default();
+            handed = daemon.hand_over_sockets(&mut fds).unwrap();
+            assert_eq!(handed.len(), 1, "upgrade {upgrade}");
+            assert_eq!(handed[0].name, "vm.socket");
         }
     }
 

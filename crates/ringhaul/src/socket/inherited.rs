@@ -139,6 +139,25 @@ impl InheritedSockets {
         socket.map(|(_, socket)| socket.hand_over(fds)).transpose()
     }
 
+    /// Hands over the listening sockets of a service manager, with their names. Exports and the
+    /// control socket may have some of them.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over_named(
+        &self,
+        fds: &mut PassedFds,
+    ) -> io::Result<Vec<(String, EndpointState)>> {
+        let named = self.named.lock();
+        let of_exports = named.iter().filter(|socket| socket.name != CONTROL);
+        let hand_over = |NamedSocket { name, listener, .. }: &NamedSocket| {
+            let socket = fds.put("inherited socket", listener)?;
+            Ok((name.clone(), EndpointState::Inherited { socket, was_blocking: false }))
+        };
+        of_exports.map(hand_over).collect()
+    }
+
     /// Keeps a listening socket for the next export of that name and path, if it is one that a
     /// service manager has passed to another process.
     ///
@@ -151,9 +170,13 @@ impl InheritedSockets {
         else {
             return Ok(());
         };
+        let mut named = self.named.lock();
+        // It may have come for its export, and among all passed sockets.
+        if named.iter().any(|known| known.path == *path) {
+            return Ok(());
+        }
         let listener = listener.try_clone().context("cannot keep an inherited socket")?;
-        let (name, path) = (name.to_owned(), path.clone());
-        self.named.lock().push(NamedSocket { name, path, listener });
+        named.push(NamedSocket { name: name.to_owned(), path: path.clone(), listener });
         Ok(())
     }
 

@@ -17,8 +17,8 @@ use super::wire::{Receiver, monotonic_ns};
 use crate::control::hand_over_state::{HandedExport, HandedOpening};
 use crate::daemon::Daemon;
 use crate::daemon::format::{
-    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, ProcessOptions,
-    Request, TAKE,
+    Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, HandedSocket, PAUSE, PausedState,
+    ProcessOptions, Request, TAKE,
 };
 use crate::daemon::hand_over::ExpectedExports;
 use crate::socket::Endpoint;
@@ -42,6 +42,7 @@ pub(crate) struct Predecessor {
     pub(crate) control: Option<Endpoint>,
     exports: Vec<HandedExport>,
     opening: Vec<HandedOpening>,
+    sockets: Vec<HandedSocket>,
     fds: PassedFds,
 }
 
@@ -101,13 +102,17 @@ impl Predecessor {
         stream.set_read_timeout(Some(ANSWER_MAX))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let (formats, inflight_versions) = (FORMATS.to_vec(), vec![InflightRegion::VERSION]);
-        let begin = serde_json::to_value(Begin { formats, inflight_versions, version })?;
+        let begin = Begin { formats, inflight_versions, version, takes_sockets: true };
+        let begin = serde_json::to_value(begin)?;
         let mut receiver = Receiver::new(stream);
         let asked = ask::<Description>(&mut receiver, BEGIN, &begin);
         let (description, mut fds) = asked.with_context(asking)?;
-        let Description { version, process, options, control, exports, opening } = description;
+        let Description { version, process, options, control, exports, opening, sockets } =
+            description;
         let control = control.map(|control| Endpoint::take_over(control, &mut fds)).transpose()?;
-        Ok(Self { receiver, version, process, options, control, exports, opening, fds })
+        let predecessor =
+            Self { receiver, version, process, options, control, exports, opening, sockets, fds };
+        Ok(predecessor)
     }
 
     /// Takes over, into a daemon that has no exports. When this returns, neither process serves,
@@ -143,6 +148,8 @@ impl Predecessor {
     ) -> Result<(usize, Vec<ExportSpec>, PausedState, T)> {
         let handed = std::mem::take(&mut self.exports);
         let exports = handed.len();
+        // First, because they have the names that their unit gives them.
+        daemon.expect_sockets(std::mem::take(&mut self.sockets), &mut self.fds)?;
         let expected: ExpectedExports =
             daemon.expect(handed, &mut self.fds).map_err(CommandError::into_error)?;
         let opening = std::mem::take(&mut self.opening);
@@ -319,6 +326,7 @@ mod tests {
             control: None,
             exports: Vec::new(),
             opening: Vec::new(),
+            sockets: Vec::new(),
             fds: PassedFds::default(),
         }
     }
@@ -374,8 +382,8 @@ mod tests {
         let changes = SettingsChange::default();
         let options = ProcessOptions { directory: "/".into(), arguments: vec![], changes };
         let (version, process) = ("1".to_owned(), 7);
-        let (control, exports, opening) = (None, Vec::new(), Vec::new());
-        let says = Description { version, process, options, control, exports, opening };
+        let (control, exports, opening, sockets) = (None, Vec::new(), Vec::new(), Vec::new());
+        let says = Description { version, process, options, control, exports, opening, sockets };
         let answer = Answer { says, descriptors: Vec::new() };
         let asked = std::thread::scope(|scope| {
             scope.spawn(move || {

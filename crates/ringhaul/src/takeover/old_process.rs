@@ -93,13 +93,15 @@ fn describe(
     process: u32,
     conversation: &mut Conversation<'_>,
 ) -> Result<DescribedState> {
-    let Begin { formats, inflight_versions, version } = serde_json::from_value(params)?;
+    let Begin { formats, inflight_versions, version, takes_sockets } =
+        serde_json::from_value(params)?;
     let format = check_fits(&formats, &inflight_versions, &version)?;
     tracing::info!("process {process}, ringhaul {version}, wants to take over");
     let described = daemon.describe()?;
     let mut fds = described.fds;
     let (options, control) = daemon.process_options(&mut fds)?;
     let opening = daemon.hand_over_opening(described.opening, &mut fds)?;
+    let sockets = if takes_sockets { daemon.hand_over_sockets(&mut fds)? } else { Vec::new() };
     let description = Description {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         process: std::process::id(),
@@ -107,6 +109,7 @@ fn describe(
         control,
         exports: described.exports,
         opening,
+        sockets,
     };
     conversation.answer(&description.for_format(format), &fds)?;
     Ok(DescribedState { generation: described.generation, format })
