@@ -105,6 +105,31 @@ impl Host {
     }
 }
 
+/// A guest may break into its daemon, which has the user of the daemons of other guests.
+#[test]
+fn an_instance_does_not_reach_the_sockets_of_another() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    host.run(
+        "set -e
+        cp -a /srv/disks/vm1.img /srv/disks/vm2.img
+        systemctl start ringhaul@vm1 ringhaul@vm2",
+    )?;
+    let reached = |in_place: &str| {
+        host.run(&format!(
+            "{in_place} sh -c 'for vm in vm1 vm2; do
+                ringhaul ctl --control /run/ringhaul-$vm/control list > /dev/null 2>&1 && echo $vm
+            done; true'"
+        ))
+    };
+    ensure!(reached("")?.split_whitespace().eq(["vm1", "vm2"]), "one does not run");
+    let process = host.process()?;
+    let inside = reached(&format!(
+        "nsenter --target {process} --mount -- setpriv --reuid ringhaul --regid kvm --init-groups"
+    ))?;
+    ensure!(inside.trim() == "vm1", "the first instance reaches {inside:?}");
+    Ok(())
+}
+
 #[test]
 fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
     let Some(host) = Host::install()? else { return Ok(()) };
