@@ -1,4 +1,4 @@
-//! Descriptor chains over arbitrary guest memory, through `SplitQueue`.
+//! Descriptor chains over arbitrary guest memory, through a `Virtqueue` of either layout.
 //!
 //! The input is a set-up, actions, and behind these an image of guest memory. For any input, a
 //! chain names mapped memory of the guest only, and the queue's counts add up.
@@ -12,11 +12,13 @@ use iomem::Buffers;
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
 use virtqueue::{
-    AnswerPlace, Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, SplitQueue,
+    AnswerPlace, Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, RingLayout, Virtqueue,
 };
 
 /// Two regions that touch, and a separate one with an unaligned end.
 const RANGES: [(u64, u64); 3] = [(0, 0x2000), (0x2000, 0x1000), (0x8000, 0x1001)];
+/// The bit of a packed ring in the size of a queue.
+const PACKED: u16 = 1 << 15;
 /// A map without the second region.
 const FEWER_RANGES: [(u64, u64); 2] = [(0, 0x2000), (0x8000, 0x1001)];
 
@@ -24,9 +26,11 @@ fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
     let switches = input.u8();
+    // `switches` also allows packed rings, and sizes that are no power of two.
+    let size = if switches & 0x80 == 0 { 1 << (switches & 7) } else { input.u16() };
+    let layout = if size & PACKED == 0 { RingLayout::Split } else { RingLayout::Packed };
     let config = QueueConfig {
-        // `switches` also allows sizes that are no power of two.
-        size: if switches & 0x80 == 0 { 1 << (switches & 7) } else { input.u16() },
+        size: size & !PACKED,
         event_idx: switches & 8 != 0,
         indirect: switches & 16 != 0,
         desc_table: if switches & 32 == 0 { 0 } else { input.u64() },
@@ -37,9 +41,8 @@ fuzz_target!(|bytes: &[u8]| {
     let count = usize::from(input.u8());
     let actions = input.bytes(count);
     fill(&memory, input.rest());
-    let Ok(queue) = SplitQueue::new(LocalMemory::new(Arc::clone(&memory)), config) else {
-        return;
-    };
+    let local = LocalMemory::new(Arc::clone(&memory));
+    let Ok(queue) = Virtqueue::new(local, layout, config, config.next_avail) else { return };
     let place = AnswerPlace::LastByte;
     let mut run = Run { queue, memory, config, place, popped: VecDeque::new() };
     let mut actions = Input::new(actions);
@@ -60,7 +63,7 @@ fn fill(memory: &GuestMemory, mut image: &[u8]) {
 }
 
 struct Run {
-    queue: SplitQueue,
+    queue: Virtqueue,
     memory: Arc<GuestMemory>,
     config: QueueConfig,
     place: AnswerPlace,

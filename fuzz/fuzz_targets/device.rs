@@ -205,6 +205,7 @@ impl<'a> Run<'a> {
             avail_ring: place(input, 0x1800),
             used_ring: place(input, 0x2000),
             next_avail: if switches & 4 == 0 { 0 } else { input.u16() },
+            next_used: if switches & 4 == 0 { 0 } else { input.u16() },
         });
         self.queues[index].kick = (switches & 8 == 0).then(new_eventfd);
         let call = (switches & 16 == 0).then(new_eventfd);

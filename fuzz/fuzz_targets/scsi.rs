@@ -74,6 +74,9 @@ impl Stage {
     }
 }
 
+/// Features of rings that the driver here does not have.
+const LEFT_OUT: u64 = 1 << 28 | 1 << 29 | 1 << 34;
+
 fuzz_target!(|bytes: &[u8]| {
     STAGE.with(|stage| {
         let stage = stage.get_or_init(Stage::new);
@@ -198,6 +201,7 @@ impl<'a> Run<'a> {
                 avail_ring: at + 0x400,
                 used_ring: at + 0x800,
                 next_avail: 0,
+                next_used: 0,
             };
             let driver = Driver::new(Arc::clone(&memory), ring.config(false, false));
             Queue { driver, ring, handle: None, out: HashMap::new() }
@@ -205,7 +209,7 @@ impl<'a> Run<'a> {
         let options = ScsiOptions { num_queues: 2, ..ScsiOptions::default() };
         let device = |_| {
             let device = Device::scsi(options.clone(), Arc::new(LogEvents::new("fuzz")));
-            device.set_features(device.features() & !(1 << 28 | 1 << 29)).expect("offered");
+            device.set_features(device.features() & !LEFT_OUT).expect("offered");
             device
         };
         let (queues, devices) = (queues.collect(), (0..DEVICES).map(device).collect());
@@ -264,7 +268,7 @@ impl<'a> Run<'a> {
             6 => {
                 (0..QUEUES).for_each(|queue| self.stop(device * QUEUES + queue));
                 self.devices[device].reset();
-                let features = self.devices[device].features() & !(1 << 28 | 1 << 29);
+                let features = self.devices[device].features() & !LEFT_OUT;
                 self.devices[device].set_features(features).expect("offered");
                 (0..QUEUES).for_each(|queue| self.start(device * QUEUES + queue));
             }

@@ -172,6 +172,10 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "filename")]
     pub inflight: bool,
 
+    /// Use packed virtqueues instead of split ones
+    #[arg(long, conflicts_with = "filename")]
+    pub packed: bool,
+
     /// Spin for this many microseconds between a call and the check of the used rings, to emulate
     /// slower machines: a sleeping guest needs this long to get the interrupt
     #[arg(long, conflicts_with_all = ["filename", "busy_poll"], value_name = "US",

@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use iomem::fits;
-use virtqueue::driver::Ring;
 
 use crate::args::DeviceKind;
 use crate::blk;
@@ -16,9 +15,10 @@ use crate::driver::{Eventfds, Layout, Virtqueue};
 use crate::memory::SharedMemory;
 use crate::plan::{DeviceInfo, QueueShape, UnitInfo};
 use crate::requests::RequestKind;
+use crate::ring::DriverRing;
 use crate::scsi;
 use crate::scsi::lun::{LunChoice, Unit};
-use crate::vhost_user::{Connection, feature};
+use crate::vhost_user::{Connection, Options, feature};
 
 /// A connected device without queues.
 pub(crate) struct Device {
@@ -29,13 +29,14 @@ pub(crate) struct Device {
 
 impl Device {
     /// Connects and negotiates features. Like all methods, blocks while the server does not answer.
-    pub(crate) fn connect(path: &Path, kind: DeviceKind, inflight: bool) -> io::Result<Self> {
+    pub(crate) fn connect(path: &Path, kind: DeviceKind, options: Options) -> io::Result<Self> {
         let own_features = match kind {
             DeviceKind::Blk => blk::FEATURES,
             DeviceKind::Scsi => 0,
         };
-        let wanted = feature::VERSION_1 | feature::EVENT_IDX | own_features;
-        let connection = Arc::new(Connection::open(path, wanted, inflight)?);
+        let packed = if options.packed { feature::RING_PACKED } else { 0 };
+        let wanted = feature::VERSION_1 | feature::EVENT_IDX | packed | own_features;
+        let connection = Arc::new(Connection::open(path, wanted, options)?);
         let (requests, info) = match kind {
             DeviceKind::Blk => (RequestKind::Blk, blk::read_info(&connection)?),
             DeviceKind::Scsi => (RequestKind::Scsi([].into()), scsi::read_info(&connection)?),
@@ -87,12 +88,15 @@ impl Device {
         self.connection.share(&memory)?;
         self.connection.share_inflight(rings, shape.size)?;
         let event_idx = self.connection.features() & feature::EVENT_IDX != 0;
+        let is_packed = self.connection.is_packed();
         let mut queues = Vec::new();
         for index in 0..rings {
-            let ring = Ring::new(Arc::clone(&memory), layout.ring(index, &memory, event_idx));
+            let config = layout.ring(index, &memory, (event_idx, is_packed));
+            let memory_of_ring = Arc::clone(&memory);
+            let ring = DriverRing::new(memory_of_ring, config, is_packed, shape.descriptors);
             let eventfds = Eventfds::new()?;
             let both = (eventfds.kick.as_fd(), eventfds.call.as_fd());
-            self.connection.start_queue(ring_number(index), &ring.config, &memory, both)?;
+            self.connection.start_queue(ring_number(index), ring.config(), &memory, both)?;
             if let Some(index) = index.checked_sub(first) {
                 let (requests, connection) = (self.requests.clone(), Arc::clone(&self.connection));
                 let places = (&layout, shape);

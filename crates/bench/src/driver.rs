@@ -10,7 +10,7 @@ use iomem::fits;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use virtqueue::QueueConfig;
-use virtqueue::driver::{Desc, Ring};
+use virtqueue::driver::{Desc, PACKED_START};
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
@@ -19,6 +19,7 @@ use crate::memory::SharedMemory;
 use crate::pattern::{Io, Op};
 use crate::plan::QueueShape;
 use crate::requests::{RequestKind, RequestLayout};
+use crate::ring::DriverRing;
 use crate::vhost_user::Connection;
 
 /// The layout of the shared region: rings, then requests, then data.
@@ -54,7 +55,12 @@ impl Layout {
     }
 
     /// The place of ring `index`.
-    pub(crate) fn ring(&self, index: usize, memory: &SharedMemory, event_idx: bool) -> QueueConfig {
+    pub(crate) fn ring(
+        &self,
+        index: usize,
+        memory: &SharedMemory,
+        (event_idx, is_packed): (bool, bool),
+    ) -> QueueConfig {
         let start = index * self.ring_bytes;
         let size = usize::from(self.size);
         QueueConfig {
@@ -64,7 +70,7 @@ impl Layout {
             used_ring: memory.guest_addr(start + used_at(size)),
             event_idx,
             indirect: false,
-            next_avail: 0,
+            next_avail: if is_packed { PACKED_START } else { 0 },
         }
     }
 }
@@ -92,7 +98,9 @@ impl Eventfds {
 
 /// A virtqueue. Each slot has descriptors, a request and data memory of its own.
 pub(crate) struct Virtqueue {
-    ring: Ring<Arc<SharedMemory>>,
+    ring: DriverRing,
+    /// The chain of the request that is described, kept for its memory.
+    chain: Vec<Desc>,
     requests: RequestKind,
     request_layout: RequestLayout,
     /// Offsets of the first slot's request and data.
@@ -100,7 +108,6 @@ pub(crate) struct Virtqueue {
     data_at: usize,
     slot_bytes: usize,
     segment_bytes: usize,
-    descriptors_per_slot: u32,
     /// Indexed by slot.
     in_flight: Box<[bool]>,
     /// The avail idx at the last check for a kick.
@@ -115,7 +122,7 @@ impl Virtqueue {
     /// Makes request queue `index`.
     pub(crate) fn new(
         index: usize,
-        ring: Ring<Arc<SharedMemory>>,
+        ring: DriverRing,
         (layout, shape): (&Layout, &QueueShape),
         requests: RequestKind,
         eventfds: Eventfds,
@@ -124,25 +131,25 @@ impl Virtqueue {
         let request_layout = requests.layout();
         let first = index * shape.slots;
         Self {
-            ring,
+            chain: Vec::new(),
             requests,
             request_layout,
             requests_at: layout.requests_at + first * request_layout.stride,
             data_at: layout.data_at + first * shape.slot_bytes,
             slot_bytes: shape.slot_bytes,
             segment_bytes: shape.segment_bytes,
-            descriptors_per_slot: shape.descriptors,
             in_flight: vec![false; shape.slots].into(),
-            kick_checked_idx: 0,
+            kick_checked_idx: ring.next_avail(),
             tag: fits::<_, u64>(index, "the number of a queue") << 32,
             eventfds,
             connection,
+            ring,
         }
     }
 
     #[inline]
     fn memory(&self) -> &SharedMemory {
-        &self.ring.memory
+        self.ring.memory()
     }
 
     #[inline]
@@ -154,36 +161,29 @@ impl Virtqueue {
     #[inline]
     fn offer(&mut self, slot: u32, op: Op, len: usize) {
         let request_at = self.request_at(slot);
-        let head = fits(slot * self.descriptors_per_slot, "the number of a descriptor");
         let data_in_last = op == Op::Read && self.request_layout.data_in_last && len > 0;
+        let mut chain = std::mem::take(&mut self.chain);
+        chain.clear();
         let memory = self.memory();
-        let header =
-            Desc::readable(memory.guest_addr(request_at), self.request_layout.header_bytes);
-        let response = memory.guest_addr(request_at + self.request_layout.response_at);
-        let response = Desc::writable(response, self.request_layout.response_bytes);
-        let mut next = head;
-        self.put_desc(&mut next, header, true);
-        if !data_in_last {
-            self.put_data(&mut next, slot, op, len, true);
-        }
-        self.put_desc(&mut next, response, data_in_last);
+        let RequestLayout { header_bytes, response_at, response_bytes, .. } = self.request_layout;
+        chain.push(Desc::readable(memory.guest_addr(request_at), header_bytes));
+        let response = memory.guest_addr(request_at + response_at);
+        let response = Desc::writable(response, response_bytes);
         if data_in_last {
-            self.put_data(&mut next, slot, op, len, false);
+            chain.push(response);
+        }
+        self.push_data(&mut chain, slot, op, len);
+        if !data_in_last {
+            chain.push(response);
         }
         self.in_flight[to_usize(slot)] = true;
-        self.ring.offer(head);
+        self.ring.offer(slot, &chain);
+        self.chain = chain;
     }
 
+    /// Describes data in segments.
     #[inline]
-    fn put_desc(&self, next: &mut u16, desc: Desc, has_next: bool) {
-        let index = *next;
-        *next += 1;
-        self.ring.put_desc(index, if has_next { desc.then(*next) } else { desc });
-    }
-
-    /// Describes data in segments. `has_next` is true if more descriptors follow them.
-    #[inline]
-    fn put_data(&self, next: &mut u16, slot: u32, op: Op, len: usize, has_next: bool) {
+    fn push_data(&self, chain: &mut Vec<Desc>, slot: u32, op: Op, len: usize) {
         let start = self.data_at + to_usize(slot) * self.slot_bytes;
         let mut done = 0;
         while done < len {
@@ -192,7 +192,7 @@ impl Virtqueue {
             let bytes = fits(part, "the size of a segment");
             let make = if op == Op::Read { Desc::writable } else { Desc::readable };
             done += part;
-            self.put_desc(next, make(addr, bytes), has_next || done < len);
+            chain.push(make(addr, bytes));
         }
     }
 
@@ -268,13 +268,9 @@ impl Virtqueue {
         self.has_completions()
     }
 
-    /// Asks for no calls. With event idx this leaves the armed position where it was, so it must
-    /// come before completions are taken. Otherwise the server would make one more call.
+    /// Asks for no calls, before completions are taken.
     pub(crate) fn disarm(&mut self) {
-        match self.ring.config.event_idx {
-            true => self.ring.put_used_event(self.ring.next_used),
-            false => self.ring.disable_calls(),
-        }
+        self.ring.disable_calls();
     }
 
     /// Returns the call eventfd, for polling.
@@ -304,7 +300,7 @@ impl Queue for Virtqueue {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let tag = self.tag | u64::from(slot);
-        self.requests.put(&self.ring.memory, self.request_at(slot), tag, io);
+        self.requests.put(self.ring.memory(), self.request_at(slot), tag, io);
         self.offer(slot, io.op, len);
         Ok(())
     }
@@ -321,22 +317,20 @@ impl Queue for Virtqueue {
 
     #[inline]
     fn next_completion(&mut self) -> io::Result<Option<Completed>> {
-        let Some(used) = self.ring.take_used() else { return Ok(None) };
-        let slot = used.head / self.descriptors_per_slot;
-        let is_head = used.head % self.descriptors_per_slot == 0;
-        match self.in_flight.get_mut(to_usize(slot)) {
-            Some(in_flight) if is_head && *in_flight => *in_flight = false,
-            _ => return Err(io::Error::other("it completed a request that was not in flight")),
-        }
+        let Some(slot) = self.ring.take_used() else { return Ok(None) };
+        let in_flight = slot.and_then(|slot| self.in_flight.get_mut(to_usize(slot)));
+        let Some(slot) = slot.filter(|_| in_flight.is_some_and(std::mem::take)) else {
+            return Err(io::Error::other("it completed a request that was not in flight"));
+        };
         let result = self.requests.result(self.memory(), self.request_at(slot));
         Ok(Some(Completed { slot, result }))
     }
 
     #[inline]
     fn kick_if_needed(&mut self) -> io::Result<bool> {
-        let kick_checked_idx = std::mem::replace(&mut self.kick_checked_idx, self.ring.next_avail);
-        let needed =
-            kick_checked_idx != self.ring.next_avail && self.ring.needs_kick(kick_checked_idx);
+        let next_avail = self.ring.next_avail();
+        let kick_checked_idx = std::mem::replace(&mut self.kick_checked_idx, next_avail);
+        let needed = kick_checked_idx != next_avail && self.ring.needs_kick(kick_checked_idx);
         if needed {
             rustix::io::retry_on_intr(|| rustix::io::write(&self.eventfds.kick, &ONE))?;
         }

@@ -60,6 +60,7 @@ mod quantities;
 mod report;
 mod report_text;
 mod requests;
+mod ring;
 mod scsi;
 mod server;
 mod stats;

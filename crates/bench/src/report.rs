@@ -73,6 +73,8 @@ pub struct Report {
     pub busy_poll: bool,
     /// True if the server marked its requests in an inflight region.
     pub inflight: bool,
+    /// True if the rings were packed.
+    pub packed: bool,
     /// Microseconds of spinning added between a call and the check of the used rings.
     pub wake_delay_us: u64,
     /// Writes between two flushes; 0 without flushes.
@@ -239,6 +241,7 @@ impl Report {
             rate_process: args.rate_iops.map(|_| args.rate_process.name()),
             busy_poll: args.busy_poll,
             inflight: args.inflight,
+            packed: args.packed,
             wake_delay_us: args.wake_delay,
             fsync_every_writes: args.fsync,
             randseed: args.randseed,

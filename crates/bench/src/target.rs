@@ -27,7 +27,7 @@ use crate::plan::{DeviceInfo, Plan, TargetKind, UnitInfo};
 use crate::server::Server;
 use crate::stats::Notices;
 use crate::verify::BlockMap;
-use crate::vhost_user::Connection;
+use crate::vhost_user::{Connection, Options};
 use crate::worker::{StageCell, Window, Worker};
 
 /// A target before its jobs are made.
@@ -53,8 +53,9 @@ impl Target {
         }
         let path = args.socket_path.clone().unwrap_or_default();
         let limit = (&*path, args.timeout);
-        let (socket, kind, inflight) = (path.clone(), args.device, args.inflight);
-        let connect = move || Device::connect(&socket, kind, inflight);
+        let options = Options { inflight: args.inflight, packed: args.packed };
+        let (socket, kind) = (path.clone(), args.device);
+        let connect = move || Device::connect(&socket, kind, options);
         let mut device = answer_within(limit, "vhost-user handshake", connect)?;
         if let Some(choice) = args.unit() {
             let find = move || device.find_units(choice);

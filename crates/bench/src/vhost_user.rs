@@ -23,6 +23,7 @@ pub(crate) mod feature {
     pub(crate) const EVENT_IDX: u64 = 1 << 29;
     pub(super) const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub(crate) const VERSION_1: u64 = 1 << 32;
+    pub(crate) const RING_PACKED: u64 = 1 << 34;
 }
 
 /// Protocol features.
@@ -63,6 +64,15 @@ const NEED_REPLY: u32 = 1 << 3;
 /// The longest reply to any of these messages.
 const REPLY_BYTES_MAX: usize = 4096;
 
+/// The user's wishes that concern the protocol.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Options {
+    /// Keep an inflight region.
+    pub(crate) inflight: bool,
+    /// Use packed rings.
+    pub(crate) packed: bool,
+}
+
 /// A connection to a server, with negotiated features.
 pub(crate) struct Connection {
     stream: UnixStream,
@@ -77,11 +87,15 @@ impl Connection {
 
     /// Connects and negotiates features: the offered ones of `wanted` are accepted. Like all
     /// methods, blocks while the server does not answer.
-    pub(crate) fn open(path: &Path, wanted: u64, inflight: bool) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path, wanted: u64, options: Options) -> io::Result<Self> {
+        let Options { inflight, packed } = options;
         let stream = UnixStream::connect(path)?;
         let mut this = Self { stream, features: 0, protocol_features: 0, max_queues: None };
         this.send_checked(SET_OWNER, &[], &[])?;
         this.features = this.exchange_number(GET_FEATURES)? & (wanted | feature::PROTOCOL_FEATURES);
+        if packed && !this.is_packed() {
+            return Err(io::Error::other("it does not offer packed rings (--packed)"));
+        }
         this.send_checked(SET_FEATURES, &this.features.to_ne_bytes(), &[])?;
         if this.has_protocol_features() {
             let usual = protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG;
@@ -103,6 +117,11 @@ impl Connection {
     /// The negotiated virtio features.
     pub(crate) fn features(&self) -> u64 {
         self.features
+    }
+
+    /// True if rings are packed.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.features & feature::RING_PACKED != 0
     }
 
     /// The server's limit on queues; `None` if it reports none.
@@ -161,9 +180,9 @@ impl Connection {
         if self.protocol_features & protocol::INFLIGHT_SHMFD == 0 {
             return Ok(());
         }
-        // The size for a split ring ("Inflight I/O tracking"): a header, and the same size for each
-        // descriptor.
-        let account = (16 + 16 * usize::from(queue_size)).next_multiple_of(64);
+        // "Inflight I/O tracking": a header, and the same size for each descriptor.
+        let unit = if self.is_packed() { 32 } else { 16 };
+        let account = (unit + unit * usize::from(queue_size)).next_multiple_of(64);
         let region = SharedMemory::new(queues * account)?;
         let mut body = [region.size_bytes(), 0].map(u64::to_ne_bytes).concat();
         let queues = fits::<_, u16>(queues, "the number of queues");
@@ -180,7 +199,10 @@ impl Connection {
         (kick, call): (BorrowedFd<'_>, BorrowedFd<'_>),
     ) -> io::Result<()> {
         self.send_checked(SET_VRING_NUM, &words(&[index, config.size.into()]), &[])?;
-        self.send_checked(SET_VRING_BASE, &words(&[index, config.next_avail.into()]), &[])?;
+        let next = u32::from(config.next_avail);
+        // The used elements of a packed ring begin where its chains do.
+        let base = if self.is_packed() { next | next << 16 } else { next };
+        self.send_checked(SET_VRING_BASE, &words(&[index, base]), &[])?;
         let mut body = words(&[index, 0]);
         for addr in [config.desc_table, config.used_ring, config.avail_ring] {
             body.extend(memory.user_addr(memory.offset(addr)).to_ne_bytes());
@@ -305,7 +327,7 @@ mod tests {
                 stream.write_all(&reply).unwrap();
             }
         });
-        let connection = Connection::open(&path, feature::VERSION_1, false);
+        let connection = Connection::open(&path, feature::VERSION_1, Options::default());
         server.join().unwrap();
         connection
     }

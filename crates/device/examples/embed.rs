@@ -20,8 +20,14 @@ use virtqueue::GuestMemory;
 use virtqueue::driver::{self, Desc};
 
 /// The place of the driver's queue. A VMM learns it from its transport's registers.
-const RING: Ring =
-    Ring { size: 16, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
+const RING: Ring = Ring {
+    size: 16,
+    desc_table: 0x1000,
+    avail_ring: 0x2000,
+    used_ring: 0x3000,
+    next_avail: 0,
+    next_used: 0,
+};
 
 pub(crate) fn main() -> Result<()> {
     // The disk, and the device on it.

@@ -31,8 +31,14 @@ use virtqueue::{GuestMemory, InflightRegion, RingLayout};
 
 const DISK_BYTES: u64 = 1 << 20;
 const MEMORY_BYTES: u64 = 4 << 20;
-const RING: Ring =
-    Ring { size: 256, desc_table: 0x1000, avail_ring: 0x3000, used_ring: 0x5000, next_avail: 0 };
+const RING: Ring = Ring {
+    size: 256,
+    desc_table: 0x1000,
+    avail_ring: 0x3000,
+    used_ring: 0x5000,
+    next_avail: 0,
+    next_used: 0,
+};
 const TABLES: u64 = 0x1_0000;
 const HEADERS: u64 = 0x2_0000;
 const DATA: u64 = 0x10_0000;

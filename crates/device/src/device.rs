@@ -8,6 +8,7 @@ use std::time::Instant;
 use blockio::thread::RegisteredMemory;
 use blockio::{DiskSource, EngineKind, Io, Remote, oneshot};
 use serde::{Deserialize, Serialize};
+use virtqueue::RingLayout;
 
 use crate::access::DiskAccess;
 use crate::blk::BlkDevice;
@@ -120,6 +121,12 @@ impl Device {
             Self::Blk(blk) => blk.features(),
             Self::Scsi(scsi) => scsi.features(),
         }
+    }
+
+    /// The layout of the rings that the driver negotiated.
+    #[must_use]
+    pub fn layout(&self) -> RingLayout {
+        self.core().layout()
     }
 
     /// Takes the features that the driver negotiated. Call it while no queue runs.

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockio::executor::Lock;
+use virtio_bindings::virtio_config::VIRTIO_F_RING_PACKED;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use virtqueue::AnswerPlace;
+use virtqueue::{AnswerPlace, RingLayout};
 
 use crate::events::Events;
 use crate::queue::call_watch::CallTrust;
@@ -78,6 +79,11 @@ impl DeviceCore {
         self.features() & (1 << feature) != 0
     }
 
+    /// The layout of rings that start now.
+    pub(crate) fn layout(&self) -> RingLayout {
+        if self.has(VIRTIO_F_RING_PACKED) { RingLayout::Packed } else { RingLayout::Split }
+    }
+
     /// Replaces the negotiated features and returns the previous ones.
     pub(crate) fn set_features(&self, features: u64) -> u64 {
         self.features.swap(features, Ordering::Relaxed)
@@ -93,6 +99,7 @@ impl DeviceCore {
             takes_requests,
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
+            layout: self.layout(),
             notify_batch: self.options.notify_batch,
             prefetch: self.options.prefetch,
             in_order: self.options.in_order,

@@ -13,6 +13,7 @@ pub(crate) mod queue_task;
 pub(crate) mod reports;
 pub(crate) mod request_barrier;
 mod room;
+mod source;
 mod stop;
 
 use std::any::Any;
@@ -22,13 +23,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
-use std::time::Instant;
 
 use blockio::clock::LoopClock;
-use blockio::thread::{Armed, RegisteredMemory, Source};
+use blockio::thread::{RegisteredMemory, Source};
 use blockio::{Io, Remote, clock, oneshot};
 use rustix::fd::OwnedFd;
-use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, SplitQueue};
+use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, Virtqueue};
 
 use crate::events::{Events, QueueFault};
 use crate::stats::QueueStats;
@@ -90,7 +90,15 @@ impl QueueHandle {
     /// The next avail entry to pop, as of the queue's last run.
     #[must_use]
     pub fn next_avail(&self) -> u16 {
-        self.status.next_avail.load(Ordering::Relaxed)
+        let [low, high, ..] = self.base().to_le_bytes();
+        u16::from_le_bytes([low, high])
+    }
+
+    /// The place at which the next start of the ring continues, as of the queue's last run: the
+    /// next avail entry, and behind it that of the next used element in a packed ring.
+    #[must_use]
+    pub fn base(&self) -> u32 {
+        self.status.base.load(Ordering::Relaxed)
     }
 
     /// True if the queue leaves chains in the ring until there is room for their lists of buffers,
@@ -114,7 +122,7 @@ fn key(status: &Arc<QueueStatus>) -> usize {
 
 /// A queue on its IoThread.
 pub(crate) struct Queue {
-    ring: RefCell<SplitQueue>,
+    ring: RefCell<Virtqueue>,
     memory: LocalMemory,
     eventfds: Eventfds,
     budgets: Budgets,
@@ -173,7 +181,7 @@ impl Queue {
         ring.set_answer_place(options.answer_place);
         ring.set_log(setup.log);
         let status = Arc::new(QueueStatus::default());
-        status.next_avail.store(ring.next_avail(), Ordering::Relaxed);
+        status.base.store(ring.base(), Ordering::Relaxed);
         let queue = Rc::new(Self {
             ring: RefCell::new(ring),
             memory,
@@ -261,7 +269,7 @@ impl Queue {
     pub(crate) fn publish_status(&self, requests: usize) {
         let status = &self.control.status;
         status.requests.store(iomem::fits(requests, "a number of chains"), Ordering::Relaxed);
-        status.next_avail.store(self.next_avail(), Ordering::Relaxed);
+        status.base.store(self.base(), Ordering::Relaxed);
     }
 
     /// Halts while there is no room, and returns true if it does. The queue's task checks again
@@ -401,7 +409,7 @@ impl Queue {
     }
 
     /// Publishes remaining answers, and calls the driver if it wants a call.
-    fn call_if_wanted(&self, ring: &mut SplitQueue, batching: &mut Batching) {
+    fn call_if_wanted(&self, ring: &mut Virtqueue, batching: &mut Batching) {
         batching.answered(ring.publish_quietly());
         if !ring.publish() {
             self.reports.requests.calls_suppressed.add(1);
@@ -427,7 +435,7 @@ impl Queue {
 
     /// A view of the driver's avail idx for other threads.
     pub(crate) fn avail_idx(&self) -> AvailIdx {
-        self.ring.borrow().avail_idx()
+        self.ring.borrow_mut().avail_idx()
     }
 
     /// The number of chains that were not popped and will be.
@@ -456,44 +464,20 @@ impl Queue {
         self.flags.to_notify.get()
     }
 
+    /// The number of the next chain.
     pub(crate) fn next_avail(&self) -> u16 {
         self.ring.borrow().next_avail()
+    }
+
+    /// The place at which the next start of the ring continues.
+    #[inline]
+    pub(crate) fn base(&self) -> u32 {
+        self.ring.borrow().base()
     }
 
     /// Registers the memory map with the engine, so that it keeps the pages at hand until the
     /// result is dropped. An engine that cannot do so works without.
     pub(crate) fn register_memory(&self, io: &Rc<Io>) -> io::Result<RegisteredMemory> {
         io.register_memory(self.memory.whole())
-    }
-}
-
-impl Source for Queue {
-    fn notify(&self) {
-        self.flags.to_notify.set(false);
-        self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.batching.borrow_mut());
-    }
-
-    fn arm(&self, now: Instant) -> Armed {
-        if self.is_halted() || self.flags.stopping.get() {
-            Armed::Full
-        } else if self.ring.borrow_mut().enable_kicks() {
-            Armed::HasWork
-        } else {
-            self.batching.borrow_mut().note_sleep(now);
-            Armed::Yes
-        }
-    }
-
-    fn disarm(&self) {
-        self.ring.borrow_mut().disable_kicks();
-    }
-
-    fn on_event(&self) {
-        probe::probe!(ringhaul, kick, self.number(), self.reports.index);
-        self.reports.requests.kicks.add(1);
-    }
-
-    fn has_work(&self) -> bool {
-        !self.is_halted() && !self.flags.stopping.get() && self.ring.borrow().has_available()
     }
 }

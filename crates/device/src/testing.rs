@@ -18,6 +18,7 @@ use virtqueue::{
     RegionConfig, RingLayout,
 };
 
+use crate::blk::config::F_RING_PACKED;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
 use crate::queue::buffer_budget::LONG_LISTS_BYTES;
@@ -29,8 +30,19 @@ use crate::queue::{Queue, QueueHandle};
 use crate::stats::QueueStats;
 use crate::unit_address::UnitAddress;
 
-pub(crate) const RING: Ring =
-    Ring { size: 64, desc_table: 0x1000, avail_ring: 0x2000, used_ring: 0x3000, next_avail: 0 };
+pub(crate) const RING: Ring = Ring {
+    size: 64,
+    desc_table: 0x1000,
+    avail_ring: 0x2000,
+    used_ring: 0x3000,
+    next_avail: 0,
+    next_used: 0,
+};
+/// The features of a driver that accepts all but packed rings, which its rings are not.
+pub(crate) fn split_features(device: &Device) -> u64 {
+    device.features() & !(1 << F_RING_PACKED)
+}
+
 /// Guest address of the area for buffers.
 pub(crate) const DATA: u64 = 0x1_0000;
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -182,6 +194,7 @@ impl Scene {
             takes_requests: true,
             event_idx: false,
             indirect: false,
+            layout: RingLayout::Split,
             notify_batch: true,
             prefetch: true,
             in_order: self.in_order,

@@ -121,6 +121,7 @@ impl Export {
         let left_out = [
             (F_EVENT_IDX, self.plan.event_idx == 0),
             (F_INDIRECT_DESC, self.plan.indirect == 0),
+            (device::blk::config::F_RING_PACKED, true),
             (F_FLUSH, is_blk && self.plan.no_flush > 0),
             (F_CONFIG_WCE, is_blk && self.plan.no_wce > 0),
             (VIRTIO_SCSI_F_HOTPLUG, !is_blk && no_events),

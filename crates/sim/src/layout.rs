@@ -97,6 +97,7 @@ impl Layout {
             avail_ring: base + 0x1000,
             used_ring: base + 0x2000,
             next_avail,
+            next_used: 0,
         }
     }
 

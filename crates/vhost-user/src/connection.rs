@@ -16,7 +16,7 @@ use std::task::{Poll, Waker};
 use blockio::Remote;
 use device::{Device, QueueRole, StopKind, oneshot};
 use iomem::fits;
-use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles};
+use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles, RingLayout};
 
 use super::call::{Call, CallRelay};
 use super::channel::Message;
@@ -29,7 +29,7 @@ use super::message::{
 };
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
-use super::ring::{RingState, invalid, is_ring_fault, ring_size};
+use super::ring::{RingState, invalid, is_ring_fault, ring_base, ring_size};
 use super::shared_memory::SharedMemory;
 use super::write_log::WriteLog;
 
@@ -240,7 +240,7 @@ impl Connection {
         };
         let change = match request {
             Request::SetVringNum { index, size } => {
-                Change::Size(self.ring(index)?, ring_size(size)?)
+                Change::Size(self.ring(index)?, ring_size(size, self.layout())?)
             }
             Request::SetVringAddr { index, addresses, log } => {
                 let index = self.ring(index)?;
@@ -255,8 +255,7 @@ impl Connection {
             }
             Request::SetVringBase { index, base } => {
                 let index = self.ring(index)?;
-                let base = u16::try_from(base).map_err(|_| invalid(format!("ring base {base}")))?;
-                Change::Base(index, base)
+                Change::Base(index, ring_base(base, self.layout())?)
             }
             Request::GetVringBase { index } => Change::GetBase(self.ring(index)?),
             Request::SetVringKick { index, .. } => {
@@ -337,7 +336,7 @@ impl Connection {
                 Ok(()) => self.begin(Change::Memory(memory)),
                 Err(refusal) => Outcome::Refuse(refusal),
             },
-            Purpose::Inflight(area) => match Inflight::new(area, memory) {
+            Purpose::Inflight(area) => match Inflight::new(area, self.layout(), memory) {
                 Ok(inflight) => self.begin(Change::Inflight(inflight)),
                 Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
             },
@@ -346,6 +345,11 @@ impl Connection {
                 Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
             },
         }
+    }
+
+    /// The layout of the rings that the driver negotiated.
+    pub(super) fn layout(&self) -> RingLayout {
+        self.setup.device.layout()
     }
 
     /// Begins a change: the rings that it concerns stop first.
@@ -387,7 +391,8 @@ impl Connection {
                 (settings.addresses, settings.log) = (Some(addresses), log);
             }
             Change::Base(index, base) => {
-                let before = std::mem::replace(&mut self.rings[index].next_avail, base);
+                let before = std::mem::replace(&mut self.rings[index].base, base);
+                self.forget_own_account(index);
                 undo = undo.map(|undo| undo.with_base(before));
             }
             Change::Kick(index, kick) => {
@@ -399,7 +404,7 @@ impl Connection {
             Change::GetBase(index) => {
                 let ring = &mut self.rings[index];
                 ring.set_stopped();
-                let state = [fits(index, "the number of a queue"), ring.next_avail.into()];
+                let state = [fits(index, "the number of a queue"), ring.base];
                 answer = Ok(Some(state.map(u32::to_ne_bytes).concat()));
             }
             Change::Disable(index) => self.rings[index].settings.enabled = false,

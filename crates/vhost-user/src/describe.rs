@@ -16,6 +16,7 @@ const COMMON: Names = &[
     (27, "any-layout"),
     (28, "indirect-desc"),
     (29, "event-idx"),
+    (34, "ring-packed"),
     (30, "protocol-features"),
     (32, "version-1"),
     (35, "in-order"),

@@ -23,9 +23,13 @@ pub(super) struct Inflight {
 
 impl Inflight {
     /// The region that this memory holds.
-    pub(super) fn new(area: InflightArea, memory: SharedMemory) -> Result<Self, InflightError> {
+    pub(super) fn new(
+        area: InflightArea,
+        layout: RingLayout,
+        memory: SharedMemory,
+    ) -> Result<Self, InflightError> {
         let SharedMemory { map, files } = memory;
-        let region = InflightRegion::new(map, RingLayout::Split, area.queues, area.queue_size)?;
+        let region = InflightRegion::new(map, layout, area.queues, area.queue_size)?;
         Ok(Self { region, area, files })
     }
 
@@ -60,7 +64,7 @@ pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightA
         );
         return Err(invalid(text));
     }
-    let size = InflightRegion::bytes_with_note(RingLayout::Split, queues, queue_size);
+    let size = InflightRegion::bytes_with_note(device.layout(), queues, queue_size);
     let file = file_of(size)
         .map_err(|error| io::Error::other(format!("cannot make an inflight region: {error}")))?;
     Ok((InflightArea { size, file_offset: 0, ..area }, file))

@@ -93,7 +93,7 @@ pub(super) enum Change {
     Size(usize, u16),
     /// With the address of the used ring in the log, if its writes are logged.
     Addresses(usize, RingAddresses, Option<u64>),
-    Base(usize, u16),
+    Base(usize, u32),
     Kick(usize, Option<Arc<OwnedFd>>),
     GetBase(usize),
     Disable(usize),
@@ -147,10 +147,10 @@ pub(super) struct Undo {
     pub(super) rings: Range<usize>,
     /// The inflight region of all rings.
     pub(super) inflight: Box<Option<Inflight>>,
-    settings: Vec<RingSettings>,
-    /// The next avail entry of the one ring. That of other rings follows from the chains that they
+    settings: Box<[RingSettings]>,
+    /// The base of the one ring. That of other rings follows from the chains that they
     /// popped.
-    base: Option<u16>,
+    base: Option<u32>,
     negotiated: Box<Negotiated>,
     rings_need_enable: bool,
     pub(super) log_all: bool,
@@ -171,8 +171,8 @@ impl Undo {
         Self { rings, inflight, settings, base: None, negotiated, rings_need_enable, log_all }
     }
 
-    /// Records also the next avail entry of the one ring, which the change replaces.
-    pub(super) fn with_base(self, base: u16) -> Self {
+    /// Records also the base of the one ring, which the change replaces.
+    pub(super) fn with_base(self, base: u32) -> Self {
         Self { base: Some(base), ..self }
     }
 
@@ -181,7 +181,7 @@ impl Undo {
     pub(super) fn restore(self, all: &mut [RingState], device: &Device) -> bool {
         for (ring, settings) in all[self.rings].iter_mut().zip(self.settings) {
             ring.settings = settings;
-            ring.next_avail = self.base.unwrap_or(ring.next_avail);
+            ring.base = self.base.unwrap_or(ring.base);
         }
         device.restore(&self.negotiated);
         self.rings_need_enable

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use device::{Device, QueueHandle, QueueSetup, Ring, StartError, StopKind, oneshot};
-use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError, QueueLog};
+use virtqueue::{GuestMemory, InflightRegion, MAX_QUEUE_SIZE, QueueError, QueueLog, RingLayout};
 
 use super::call::Call;
 use super::details::QueueState;
@@ -20,7 +20,8 @@ use super::message::RingAddresses;
 #[derive(Default)]
 pub(super) struct RingState {
     pub(super) settings: RingSettings,
-    pub(super) next_avail: u16,
+    /// The place at which the queue starts, as the front-end keeps it.
+    pub(super) base: u32,
     pub(super) call: Option<Call>,
     pub(super) err: Option<OwnedFd>,
     service: Service,
@@ -49,9 +50,9 @@ enum Service {
     Stopped,
     Starting(oneshot::Receiver<Result<QueueHandle, StartError>>),
     Running(QueueHandle),
-    Stopping(oneshot::Receiver<u16>, QueueHandle, StopKind),
+    Stopping(oneshot::Receiver<u32>, QueueHandle, StopKind),
     /// A queue that was told to stop and then to resume. It resumes unless it has stopped already.
-    Resuming(oneshot::Receiver<()>, oneshot::Receiver<u16>, QueueHandle),
+    Resuming(oneshot::Receiver<()>, oneshot::Receiver<u32>, QueueHandle),
 }
 
 /// The parts of a queue's set-up that do not come from its ring.
@@ -78,9 +79,9 @@ impl RingState {
     pub(super) fn begin_stop(&mut self, kind: StopKind, waker: &Waker) {
         match std::mem::take(&mut self.service) {
             Service::Running(handle) => {
-                let next_avail = handle.begin_stop(kind);
-                next_avail.wake(waker);
-                self.service = Service::Stopping(next_avail, handle, kind);
+                let base = handle.begin_stop(kind);
+                base.wake(waker);
+                self.service = Service::Stopping(base, handle, kind);
             }
             other => self.service = other,
         }
@@ -98,10 +99,10 @@ impl RingState {
     /// Lets a queue resume that has not stopped yet.
     pub(super) fn begin_resume(&mut self, waker: &Waker) {
         match std::mem::take(&mut self.service) {
-            Service::Stopping(next_avail, handle, _) => {
+            Service::Stopping(base, handle, _) => {
                 let resumed = handle.begin_resume();
                 resumed.wake(waker);
-                self.service = Service::Resuming(resumed, next_avail, handle);
+                self.service = Service::Resuming(resumed, base, handle);
             }
             other => self.service = other,
         }
@@ -202,10 +203,10 @@ impl RingState {
                     ended()
                 }
             },
-            Service::Stopping(next_avail, ..) => match next_avail.check() {
+            Service::Stopping(base, ..) => match base.check() {
                 Poll::Pending => RingProgress::Busy,
-                Poll::Ready(Some(next_avail)) => {
-                    self.next_avail = next_avail;
+                Poll::Ready(Some(base)) => {
+                    self.base = base;
                     self.service = Service::Stopped;
                     RingProgress::Settled
                 }
@@ -219,11 +220,11 @@ impl RingState {
 
     fn check_resumed(&mut self) {
         self.service = match std::mem::take(&mut self.service) {
-            Service::Resuming(resumed, next_avail, handle) => match resumed.check() {
-                Poll::Pending => Service::Resuming(resumed, next_avail, handle),
+            Service::Resuming(resumed, base, handle) => match resumed.check() {
+                Poll::Pending => Service::Resuming(resumed, base, handle),
                 Poll::Ready(Some(())) => Service::Running(handle),
                 // The queue had already stopped.
-                Poll::Ready(None) => Service::Stopping(next_avail, handle, StopKind::DriverGone),
+                Poll::Ready(None) => Service::Stopping(base, handle, StopKind::DriverGone),
             },
             other => other,
         };
@@ -283,7 +284,7 @@ impl RingState {
 
     pub(super) fn next_avail_now(&self) -> Option<u16> {
         match &self.service {
-            Service::Stopped => Some(self.next_avail),
+            Service::Stopped => Some(halves(self.base).0),
             Service::Running(handle) if !handle.is_full() => Some(handle.next_avail()),
             Service::Running(_)
             | Service::Starting(_)
@@ -312,9 +313,13 @@ impl RingState {
         Some(is_set)
     }
 
-    /// The bytes of the used ring, its event included (virtio 1.3, section 2.7).
-    pub(super) fn used_ring_bytes(&self) -> u64 {
-        6 + 8 * u64::from(self.settings.size)
+    /// The bytes of the used ring, its event included (virtio 1.3, section 2.7), or of the device's
+    /// events of a packed ring (section 2.8.10).
+    pub(super) fn used_ring_bytes(&self, layout: RingLayout) -> u64 {
+        match layout {
+            RingLayout::Split => 6 + 8 * u64::from(self.settings.size),
+            RingLayout::Packed => 4,
+        }
     }
 
     pub(super) fn set_err(&mut self, err: Option<OwnedFd>) -> io::Result<()> {
@@ -342,25 +347,44 @@ impl RingState {
                 invalid(format!("the ring at address {user_addr:#x} is not in its memory"))
             })
         };
+        let (next_avail, next_used) = halves(self.base);
         Ok(Ring {
             size: self.settings.size,
             desc_table: guest(addresses.desc_table)?,
             avail_ring: guest(addresses.avail_ring)?,
             used_ring: guest(addresses.used_ring)?,
-            next_avail: self.next_avail,
+            next_avail,
+            next_used,
         })
     }
 }
 
-/// The size of a ring, if it is valid.
-pub(super) fn ring_size(size: u32) -> io::Result<u16> {
-    let possible = |size: &u16| size.is_power_of_two() && *size <= MAX_QUEUE_SIZE;
+/// The size of a ring of this layout, if it is valid.
+pub(super) fn ring_size(size: u32, layout: RingLayout) -> io::Result<u16> {
+    let (is_possible, kind): (fn(u16) -> bool, _) = match layout {
+        RingLayout::Split => (u16::is_power_of_two, "a power of two"),
+        RingLayout::Packed => (|size| size > 0, "a number"),
+    };
+    let possible = |size: &u16| is_possible(*size) && *size <= MAX_QUEUE_SIZE;
     u16::try_from(size).ok().filter(possible).ok_or_else(|| {
         invalid(format!(
-            "a ring cannot have {size} entries: the size must be a power of two up to \
-             {MAX_QUEUE_SIZE}"
+            "a ring cannot have {size} entries: the size must be {kind} up to {MAX_QUEUE_SIZE}"
         ))
     })
+}
+
+/// The base of a ring of this layout: an avail entry, or the places of a packed ring.
+pub(super) fn ring_base(base: u32, layout: RingLayout) -> io::Result<u32> {
+    match layout {
+        RingLayout::Split if base > u16::MAX.into() => Err(invalid(format!("ring base {base}"))),
+        RingLayout::Split | RingLayout::Packed => Ok(base),
+    }
+}
+
+/// The place of the next chain, and of the next used element in a packed ring.
+pub(super) fn halves(base: u32) -> (u16, u16) {
+    let [a0, a1, u0, u1] = base.to_le_bytes();
+    (u16::from_le_bytes([a0, a1]), u16::from_le_bytes([u0, u1]))
 }
 
 fn clone(fd: Option<&OwnedFd>) -> io::Result<Option<OwnedFd>> {

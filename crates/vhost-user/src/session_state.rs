@@ -17,7 +17,7 @@ use super::inflight::Inflight;
 use super::message::{InflightArea, LogArea, Region, RingAddresses};
 use super::passed_fds::{FdIndex, FdSink, PassedFds};
 use super::peer_fds::PeerFd;
-use super::ring::{RingState, invalid};
+use super::ring::{RingState, halves, invalid};
 use super::shared_memory::{MemoryFile, SharedMemory};
 use super::write_log::WriteLog;
 
@@ -88,6 +88,10 @@ struct RingFields {
     started: bool,
     enabled: bool,
     next_avail: u16,
+    /// The place of the next used element in a packed ring. Absent for split rings, as in earlier
+    /// versions.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    next_used: u16,
     kick: Option<FdIndex>,
     call: Option<FdIndex>,
     err: Option<FdIndex>,
@@ -300,7 +304,8 @@ impl InflightState {
         };
         let Region { size, file_offset, .. } = file.region;
         let area = InflightArea { size, file_offset, queues, queue_size };
-        Inflight::new(area, memory).map_err(|error| invalid(error.to_string()))
+        Inflight::new(area, setup.device.layout(), memory)
+            .map_err(|error| invalid(error.to_string()))
     }
 }
 
@@ -344,7 +349,8 @@ impl RingFields {
             log: settings.log,
             started: settings.started,
             enabled: settings.enabled,
-            next_avail: ring.next_avail,
+            next_avail: halves(ring.base).0,
+            next_used: halves(ring.base).1,
             kick: put_some(fds, "kick", settings.kick.as_deref())?,
             call: put_some(fds, "call", ring.call.as_ref().map(Call::peer_fd))?,
             err: put_some(fds, "err", ring.err.as_ref())?,
@@ -373,7 +379,7 @@ impl RingFields {
         ring.settings.started = self.started;
         ring.settings.enabled = self.enabled;
         ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
-        ring.next_avail = self.next_avail;
+        ring.base = u32::from(self.next_avail) | u32::from(self.next_used) << 16;
         ring.call = fds.take_some(self.call)?.map(call).transpose()?;
         ring.err = fds.take_some(self.err)?;
         Ok(())
@@ -383,6 +389,12 @@ impl RingFields {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_off(flag: &bool) -> bool {
     !flag
+}
+
+/// True for a field that split rings do not have.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_zero(value: &u16) -> bool {
+    *value == 0
 }
 
 fn put_some(

@@ -4,6 +4,7 @@
 //! used descriptors are written from its first unanswered place on, in the order of completion. A
 //! batch of used elements becomes visible by its first one, which is written last.
 
+mod log;
 mod popped;
 mod start;
 mod walk;
@@ -15,7 +16,7 @@ use crate::chain::{self, Chain, DESC_F_NEXT};
 use crate::descriptor_ring::{DescriptorRing, UsedWord, Wish};
 use crate::error::{ChainFault, QueueError};
 use crate::inflight::PackedInflight;
-use crate::memory::{AnswerPlace, Descriptor, GuestMemory, LocalMemory, Translator};
+use crate::memory::{AnswerPlace, Descriptor, GuestMemory, LocalMemory, QueueLog, Translator};
 use crate::position::Position;
 use crate::split::QueueConfig;
 use walk::{Found, PackedLinks, Slots};
@@ -61,6 +62,10 @@ pub struct PackedQueue {
     prefetch: bool,
     /// The progress for other threads, which some devices need.
     progress: Option<Arc<AtomicU64>>,
+    /// The log of writes, if there is one.
+    log: Option<QueueLog>,
+    /// Memory with lost regions, which chains that were popped before the loss may have.
+    before_loss: Vec<LocalMemory>,
 }
 
 /// A chain in the device. Its count is 0 if the device does not have it.
@@ -209,13 +214,15 @@ impl PackedQueue {
     #[cold]
     fn drop_lost(&mut self) -> Result<(), QueueError> {
         let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
-        let memory = self.translator.memory();
+        let memory = self.translator.memory().clone();
         // Any part of a valid map is a valid map.
         let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
         match self.set_memory(LocalMemory::new(Arc::new(rest))) {
-            Err(QueueError::Unmapped { part, addr, len }) => Err(gone(part, addr, len)),
-            other => other,
+            Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
+            other => other?,
         }
+        self.before_loss.push(memory);
+        Ok(())
     }
 
     /// Prefetches the start of the buffer or indirect table that the next chain names first.
@@ -259,11 +266,18 @@ impl PackedQueue {
         if count > 0 {
             let size = self.config.size;
             let descriptors = self.published.distance(self.used, size);
+            if self.log.is_some() {
+                self.mark_elements(self.published, descriptors);
+            }
             match &mut self.inflight {
                 None => self.ring.store_first_used(self.published.slot, self.first),
                 Some(inflight) => {
                     inflight.publish(&self.ring, (self.published, self.used), self.first);
                 }
+            }
+            if self.log.is_some() {
+                // The first element is written now, and may have lost its mark.
+                self.mark_elements(self.published, 1);
             }
             self.published = self.used;
             self.room += descriptors;
@@ -379,6 +393,7 @@ impl PackedQueue {
     pub fn enable_kicks(&mut self) -> bool {
         let wish = if self.config.event_idx { Wish::At(self.next) } else { Wish::Always };
         self.ring.store_device_wish(wish);
+        self.mark_kick_wish();
         // The counterpart of the fence in `publish`, for available flags and the kick.
         fence(Ordering::SeqCst);
         self.has_available()
@@ -387,6 +402,7 @@ impl PackedQueue {
     /// Lets the driver omit kicks.
     pub fn disable_kicks(&mut self) {
         self.ring.store_device_wish(Wish::Never);
+        self.mark_kick_wish();
     }
 
     /// The number of chains that were popped, with those of earlier processes. Counts from 0, which

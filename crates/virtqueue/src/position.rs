@@ -20,6 +20,9 @@ pub(crate) struct Position {
 }
 
 impl Position {
+    /// The first descriptor of a new ring.
+    pub(crate) const START: Self = Self { slot: 0, wrap: true };
+
     /// The place that 16 bits name: the descriptor, and the wrap counter in the last bit.
     #[inline]
     pub(crate) const fn from_bits(bits: u16) -> Self {

@@ -3,7 +3,7 @@
 use crate::chain::Chain;
 use crate::error::QueueError;
 use crate::inflight::{InflightAccount, Recovery, RingLayout};
-use crate::memory::{AnswerPlace, LocalMemory};
+use crate::memory::{AnswerPlace, LocalMemory, QueueLog};
 use crate::packed::PackedQueue;
 use crate::rings::AvailIdx;
 use crate::split::{QueueConfig, SplitQueue};
@@ -15,7 +15,7 @@ use crate::split::{QueueConfig, SplitQueue};
 #[expect(missing_docs, reason = "the variants are named like their types")]
 pub enum Virtqueue {
     Split(SplitQueue),
-    Packed(Box<PackedQueue>),
+    Packed(PackedQueue),
 }
 
 use Virtqueue::{Packed, Split};
@@ -45,9 +45,7 @@ impl Virtqueue {
     ) -> Result<Self, QueueError> {
         match layout {
             RingLayout::Split => SplitQueue::new(memory, config).map(Split),
-            RingLayout::Packed => {
-                PackedQueue::new(memory, config, next_used).map(Box::new).map(Packed)
-            }
+            RingLayout::Packed => PackedQueue::new(memory, config, next_used).map(Packed),
         }
     }
 
@@ -71,7 +69,7 @@ impl Virtqueue {
             RingLayout::Split => SplitQueue::with_inflight(memory, config, inflight)
                 .map(|(queue, recovery)| (Split(queue), recovery)),
             RingLayout::Packed => PackedQueue::with_inflight(memory, config, next_used, inflight)
-                .map(|(queue, recovery)| (Packed(Box::new(queue)), recovery)),
+                .map(|(queue, recovery)| (Packed(queue), recovery)),
         }
     }
 
@@ -231,6 +229,20 @@ impl Virtqueue {
     #[inline]
     pub fn in_device(&self) -> u16 {
         either!(self, in_device())
+    }
+
+    /// Sets, replaces or removes the log of writes.
+    pub fn set_log(&mut self, log: Option<QueueLog>) {
+        either!(self, set_log(log));
+    }
+
+    /// Continues in a changed memory map, in which the rings have the same guest addresses.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new). The queue then keeps the old map.
+    pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
+        either!(self, set_memory(memory))
     }
 
     /// Leaves chains that were seen and not popped to the next process.

@@ -37,6 +37,7 @@ pub mod feature {
     pub const ANY_LAYOUT: u64 = 1 << 27;
     pub const INDIRECT_DESC: u64 = 1 << 28;
     pub const EVENT_IDX: u64 = 1 << 29;
+    pub const RING_PACKED: u64 = 1 << 34;
     /// The vhost-user bit for protocol features.
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub const VERSION_1: u64 = 1 << 32;

@@ -13,6 +13,7 @@ const ALWAYS: u64 = feature::VERSION_1
     | feature::ANY_LAYOUT
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX
+    | feature::RING_PACKED
     | feature::SEG_MAX
     | feature::BLK_SIZE
     | feature::TOPOLOGY
@@ -56,6 +57,7 @@ fn features_of_virtio_scsi_are_offered() -> Result<()> {
         | feature::ANY_LAYOUT
         | feature::INDIRECT_DESC
         | feature::EVENT_IDX
+        | feature::RING_PACKED
         | feature::PROTOCOL_FEATURES
         | HOTPLUG
         | CHANGE;

@@ -11,7 +11,8 @@ use ringhaul_kit::system::{is_installed, run};
 use serde_json::{Value, json};
 
 use super::{
-    DISK_BYTES, LIMIT, Scene, boot, check_clean_exit, check_same_bytes, scenario, verified,
+    Boot, DISK_BYTES, LIMIT, Scene, boot, boot_packed, check_clean_exit, check_same_bytes,
+    scenario, verified,
 };
 
 const KILLS: u64 = 30;
@@ -45,11 +46,11 @@ enum End {
 }
 
 /// Kills, stops and upgrades the daemon under one guest: a boot takes long.
-fn check_restarts(engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
+fn check_restarts(boot: Boot, engine: Engine, cache: Cache, is_scsi: bool) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export(&format!("restarts-{engine}"), engine, cache)?;
     let export = Export { units: is_scsi.then(Vec::new), ..export };
-    let (mut vm, server) = start_load(&scene, &export)?;
+    let (mut vm, server) = start_load(&scene, &export, boot)?;
     let server = restart(&scene, server, End::Kill, KILLS)?;
     let mut server = restart(&scene, server, End::Stop, STOPS)?;
     upgrade(&mut vm, &mut server)?;
@@ -67,7 +68,7 @@ fn disk_of(export: &Export) -> &'static str {
 }
 
 /// Boots a guest under load.
-fn start_load(scene: &Scene, export: &Export) -> Result<(Vm, Server)> {
+fn start_load(scene: &Scene, export: &Export, boot: Boot) -> Result<(Vm, Server)> {
     let server = scene.serve(export)?;
     let mut vm = boot(&[export])?;
     verified::start(&mut vm, disk_of(export))?;
@@ -154,7 +155,7 @@ fn kill_daemon_on(format: Format) -> Result<()> {
     run("qemu-img", &[&["create", "-q"], &with_key[..], &make, &[&image, &size]].concat())?;
     let export = Export { disk: Some(disk), ..export };
 
-    let (mut vm, server) = start_load(&scene, &export)?;
+    let (mut vm, server) = start_load(&scene, &export, boot)?;
     let mut server = restart(&scene, server, End::Kill, KILLS_OF_FORMATS)?;
     verified::stop(&mut vm, "^$")?;
     let convert = ["convert", "-U", "--image-opts", "-O", "raw", &source, &raw];
@@ -180,20 +181,30 @@ fn the_daemon_of_an_encrypted_disk_is_killed_ten_times() -> Result<()> {
 
 #[test]
 fn daemons_of_blk_with_io_uring_are_replaced() -> Result<()> {
-    scenario(|| check_restarts(Engine::IoUring, Cache::None, false))
+    scenario(|| check_restarts(boot, Engine::IoUring, Cache::None, false))
 }
 
 #[test]
 fn daemons_of_blk_with_aio_are_replaced() -> Result<()> {
-    scenario(|| check_restarts(Engine::Aio, Cache::None, false))
+    scenario(|| check_restarts(boot, Engine::Aio, Cache::None, false))
 }
 
 #[test]
 fn daemons_of_blk_with_threads_are_replaced() -> Result<()> {
-    scenario(|| check_restarts(Engine::Threads, Cache::Writeback, false))
+    scenario(|| check_restarts(boot, Engine::Threads, Cache::Writeback, false))
 }
 
 #[test]
 fn daemons_of_scsi_are_replaced() -> Result<()> {
-    scenario(|| check_restarts(Engine::IoUring, Cache::None, true))
+    scenario(|| check_restarts(boot, Engine::IoUring, Cache::None, true))
+}
+
+#[test]
+fn daemons_of_blk_with_packed_rings_are_replaced() -> Result<()> {
+    scenario(|| check_restarts(boot_packed, Engine::IoUring, Cache::None, false))
+}
+
+#[test]
+fn daemons_of_scsi_with_packed_rings_are_replaced() -> Result<()> {
+    scenario(|| check_restarts(boot_packed, Engine::Aio, Cache::None, true))
 }

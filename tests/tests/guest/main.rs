@@ -71,6 +71,7 @@ const F_WRITE_ZEROES: usize = 14;
 const F_INDIRECT_DESC: usize = 28;
 const F_EVENT_IDX: usize = 29;
 const F_VERSION_1: usize = 32;
+const F_RING_PACKED: usize = 34;
 
 /// Folders for one test: disks on a file system with O_DIRECT, sockets where paths are short.
 struct Scene {
@@ -123,6 +124,18 @@ fn boot(exports: &[&Export]) -> Result<Vm> {
 fn boot_with(image: &Image, exports: &[&Export], options: VmOptions) -> Result<Vm> {
     let accelerator = Accelerator::choose(image)?;
     Vm::boot(image, accelerator, &VmOptions { disks: disks(exports), ..options })
+}
+
+/// Boots a guest whose drivers use packed virtqueues.
+fn boot_packed(exports: &[&Export]) -> Result<Vm> {
+    let options = VmOptions { packed: true, ..VmOptions::default() };
+    let mut vm = boot_with(&Image::prepare()?, exports, options)?;
+    let blk = exports.iter().any(|export| export.units.is_none());
+    ensure!(
+        !blk || Attributes::read(&mut vm, "vda")?.has_feature(F_RING_PACKED),
+        "the driver does not use packed virtqueues"
+    );
+    Ok(vm)
 }
 
 /// Boots a guest with these disks in User Mode Linux, or in QEMU where that is not installed.

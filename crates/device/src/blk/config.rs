@@ -13,7 +13,9 @@ pub use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_TOPOLOGY as F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES as F_WRITE_ZEROES,
 };
 use virtio_bindings::virtio_config::VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT;
-pub use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1 as F_VERSION_1;
+pub use virtio_bindings::virtio_config::{
+    VIRTIO_F_RING_PACKED as F_RING_PACKED, VIRTIO_F_VERSION_1 as F_VERSION_1,
+};
 pub use virtio_bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
 };
@@ -104,6 +106,10 @@ pub(super) fn features(disk: &DiskInfo, options: &BlkOptions) -> u64 {
     ];
     if options.num_queues > 1 {
         bits.push(F_MQ);
+    }
+    if !options.in_order {
+        // Without a region, no process finds the place of the next used element of a packed ring.
+        bits.push(F_RING_PACKED);
     }
     bits.extend(if disk.read_only { &[F_RO][..] } else { &[F_DISCARD, F_WRITE_ZEROES][..] });
     bits.iter().fold(0, |all, bit| all | 1 << bit)

@@ -605,7 +605,7 @@ mod tests {
         scene.offer(&[Desc::readable(DATA, 16)]);
         assert_eq!(scene.answer().bytes, 0);
         assert!(scene.events.take()[0].contains("has no room for a status"));
-        let count = u16::try_from(rows().len()).unwrap() + 1;
+        let count = u32::try_from(rows().len()).unwrap() + 1;
         assert_eq!(scene.wait(&handle.begin_final_stop()), count);
     }
 

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 
-use virtqueue::SplitQueue;
+use virtqueue::Virtqueue;
 
 /// Answers that wait for earlier requests: the written bytes, by head. `None`: order does not
 /// matter.
@@ -40,21 +40,23 @@ impl OrderedCompletion {
 
     /// Pushes a finished chain once all earlier chains are pushed, then the answers that waited for
     /// it.
-    pub(crate) fn push(&self, ring: &mut SplitQueue, head: u16, written_bytes: u32) {
+    pub(crate) fn push(&self, ring: &mut Virtqueue, head: u16, written_bytes: u32) {
         let Some(waiting) = &self.0 else { return ring.push(head, written_bytes) };
         let waiting = &mut *waiting.borrow_mut();
         if let Some(bytes) = waiting.insert(head, written_bytes) {
             // A driver that uses a head twice has no order.
             ring.push(head, bytes);
         }
-        while let Some(bytes) = waiting.remove(&ring.in_order_head()) {
-            ring.push(ring.in_order_head(), bytes);
+        while let Some(head) = ring.in_order_head()
+            && let Some(bytes) = waiting.remove(&head)
+        {
+            ring.push(head, bytes);
         }
     }
 
     /// Pushes all finished chains when the queue stops: a driver that has overwritten its avail
     /// ring has no order.
-    pub(crate) fn flush(&self, ring: &mut SplitQueue) {
+    pub(crate) fn flush(&self, ring: &mut Virtqueue) {
         let waiting = self.0.as_ref().map(RefCell::take).unwrap_or_default();
         waiting.into_iter().for_each(|(head, bytes)| ring.push(head, bytes));
     }

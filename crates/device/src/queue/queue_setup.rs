@@ -8,13 +8,16 @@ use blockio::oneshot;
 use rustix::fd::OwnedFd;
 use virtqueue::{
     AnswerPlace, GuestMemory, InflightAccount, LocalMemory, QueueConfig, QueueError, QueueLog,
-    SplitQueue,
+    RingLayout, Virtqueue,
 };
 
 use crate::events::Events;
 use crate::queue::call_watch::CallTrust;
 use crate::queue::data_budget::DataBudget;
 use crate::stats::QueueStats;
+
+/// The base of a new packed ring: its first descriptor twice, with the wrap counters.
+const PACKED_START: u32 = 0x8000_8000;
 
 /// Memory, ring and eventfds of a queue that starts.
 pub struct QueueSetup {
@@ -44,6 +47,7 @@ pub(crate) struct QueueOptions {
     pub(crate) takes_requests: bool,
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
+    pub(crate) layout: RingLayout,
     pub(crate) notify_batch: bool,
     pub(crate) prefetch: bool,
     pub(crate) in_order: bool,
@@ -87,16 +91,26 @@ impl QueueSetup {
         &self,
         memory: LocalMemory,
         options: &QueueOptions,
-    ) -> Result<SplitQueue, QueueError> {
+    ) -> Result<Virtqueue, QueueError> {
         let config = self.ring.config(options.event_idx, options.indirect);
         let Some(inflight) = &self.inflight else {
-            let ring = SplitQueue::new(memory, config)?;
-            if options.is_new && !options.in_order && self.ring.next_avail != 0 {
+            let start = match options.layout {
+                RingLayout::Split => 0,
+                RingLayout::Packed => PACKED_START,
+            };
+            let ring = Virtqueue::new(memory, options.layout, config, self.ring.next_used)?;
+            if options.is_new && !options.in_order && ring.base() != start {
                 options.events.queue_continued(options.index, self.ring.next_avail);
             }
             return Ok(ring);
         };
-        let (ring, recovery) = SplitQueue::with_inflight(memory, config, inflight)?;
+        let (ring, recovery) = Virtqueue::with_inflight(
+            memory,
+            options.layout,
+            config,
+            self.ring.next_used,
+            inflight,
+        )?;
         // Buffers for events need no recovery: they merely become available again.
         if options.takes_requests {
             options.events.queue_recovered(options.index, recovery);
@@ -105,10 +119,11 @@ impl QueueSetup {
     }
 }
 
-/// The place of a split virtqueue in guest memory.
+/// The place of a virtqueue in guest memory. The fields have the names of a split queue's parts;
+/// [`virtqueue::PackedQueue::new`] states those of a packed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ring {
-    /// Entries: a power of two, at most 1024.
+    /// Entries, at most 1024: a power of two, if the queue is split.
     pub size: u16,
     /// Guest address of the descriptor table.
     pub desc_table: u64,
@@ -118,12 +133,15 @@ pub struct Ring {
     pub used_ring: u64,
     /// The first avail entry to pop, unless the inflight region has a later state.
     pub next_avail: u16,
+    /// The place of the next used element in a packed ring, unless the region has a later one. A
+    /// split ring has it in memory.
+    pub next_used: u16,
 }
 
 impl Ring {
     /// The configuration for either side of the ring, with or without these two features.
     pub const fn config(self, event_idx: bool, indirect: bool) -> QueueConfig {
-        let Self { size, desc_table, avail_ring, used_ring, next_avail } = self;
+        let Self { size, desc_table, avail_ring, used_ring, next_avail, .. } = self;
         QueueConfig { size, desc_table, avail_ring, used_ring, event_idx, indirect, next_avail }
     }
 }
@@ -161,8 +179,8 @@ impl StopKind {
 /// A request to stop a queue.
 pub(crate) struct Stop {
     pub(crate) kind: StopKind,
-    /// Receives the next avail entry to pop.
-    pub(crate) answer: oneshot::Sender<u16>,
+    /// Receives the place at which the next start of the ring continues.
+    pub(crate) answer: oneshot::Sender<u32>,
 }
 
 /// The reasons why a queue does not start.

@@ -1,7 +1,7 @@
 //! A view of a queue for other threads.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// The state of a queue that other threads see.
 #[derive(Default)]
@@ -12,8 +12,8 @@ pub(crate) struct QueueStatus {
     pub(crate) requests: AtomicU32,
     /// Bytes of the large requests among them.
     pub(crate) bytes: AtomicU64,
-    /// The next avail entry to pop, as of the last run.
-    pub(crate) next_avail: AtomicU16,
+    /// The place at which the next start of the ring continues, as of the last run.
+    pub(crate) base: AtomicU32,
     /// True if the last run had no room for another chain.
     pub(crate) is_full: AtomicBool,
 }

@@ -229,18 +229,18 @@ impl Drop for Registration {
 
 /// The answer to a stop request, not yet sent.
 pub(crate) struct StopAnswer {
-    answer: oneshot::Sender<u16>,
-    next_avail: u16,
+    answer: oneshot::Sender<u32>,
+    base: u32,
 }
 
 impl StopAnswer {
     fn new(queue: &Queue) -> Self {
         let answer = queue.take_stop().expect("a queue stops because somebody waits for that");
-        Self { answer, next_avail: queue.next_avail() }
+        Self { answer, base: queue.base() }
     }
 
     pub(crate) fn send(self) {
-        self.answer.send(self.next_avail);
+        self.answer.send(self.base);
     }
 }
 
@@ -517,7 +517,7 @@ mod tests {
         }
         // The queue may or may not have reached the chain that the earlier process did not see.
         let is_later = |used: Used| used.head == u32::from(later);
-        assert_eq!(next_avail, 30 + u16::from(scene.driver.take_used().is_some_and(is_later)));
+        assert_eq!(next_avail, 30 + u32::from(scene.driver.take_used().is_some_and(is_later)));
         let handle = scene.start(Holder::default());
         assert_eq!(scene.events.take(), ["queue 3: Known { requests: 0 }"], "marks are left");
         let _ = scene.wait(&handle.begin_final_stop());

@@ -32,7 +32,7 @@ impl Queue {
         }
         let is_taken = self.budgets.data.admit(chain, &self.waker());
         if !is_taken {
-            self.ring.borrow_mut().put_back();
+            self.ring.borrow_mut().put_back(chain.head);
             self.set_halted();
         }
         is_taken

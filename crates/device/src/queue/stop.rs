@@ -10,27 +10,27 @@ use crate::stats::{ErrorCause, RequestKind};
 
 impl QueueHandle {
     /// Stops the queue: takes no further chains, and returns when all taken chains are answered,
-    /// however long the disk needs. Returns the next avail entry, or `None` if the IoThread has
-    /// ended.
+    /// however long the disk needs. Returns the place at which the next start continues, as
+    /// [`QueueHandle::base`] states it, or `None` if the IoThread has ended.
     #[must_use]
-    pub fn stop(self) -> Option<u16> {
+    pub fn stop(self) -> Option<u32> {
         self.begin_final_stop().wait()
     }
 
     /// Like [`stop`](Self::stop), for callers that must not block, such as the loop that serves the
     /// queue.
     #[must_use]
-    pub fn begin_final_stop(&self) -> oneshot::Receiver<u16> {
+    pub fn begin_final_stop(&self) -> oneshot::Receiver<u32> {
         self.begin_stop(StopKind::Final)
     }
 
     /// Like [`begin_final_stop`](Self::begin_final_stop), with another treatment of waiting
     /// requests.
     #[must_use]
-    pub fn begin_stop(&self, kind: StopKind) -> oneshot::Receiver<u16> {
-        let (answer, next_avail) = oneshot::channel();
+    pub fn begin_stop(&self, kind: StopKind) -> oneshot::Receiver<u32> {
+        let (answer, base) = oneshot::channel();
         self.post(move |queue| *queue.control.stop.borrow_mut() = Some(Stop { kind, answer }));
-        next_avail
+        base
     }
 
     /// Cancels a stop that is not yet answered: the queue continues as if no stop had been
@@ -80,7 +80,7 @@ impl Queue {
     }
 
     /// Takes the means to answer the stop request, now that the queue has stopped.
-    pub(crate) fn take_stop(&self) -> Option<oneshot::Sender<u16>> {
+    pub(crate) fn take_stop(&self) -> Option<oneshot::Sender<u32>> {
         Some(self.control.stop.take()?.answer)
     }
 

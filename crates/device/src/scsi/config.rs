@@ -3,7 +3,8 @@
 use std::num::NonZeroU16;
 
 use virtio_bindings::virtio_config::{
-    VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT, VIRTIO_F_VERSION_1 as F_VERSION_1,
+    VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT, VIRTIO_F_RING_PACKED as F_RING_PACKED,
+    VIRTIO_F_VERSION_1 as F_VERSION_1,
 };
 use virtio_bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX as F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC as F_INDIRECT_DESC,
@@ -74,9 +75,16 @@ impl Default for ScsiOptions {
 /// The features of a device: neither data in both directions nor protection information.
 pub(super) fn features() -> u64 {
     // Front-ends offer ANY_LAYOUT to older drivers anyway, and pass on its acceptance.
-    [F_VERSION_1, F_ANY_LAYOUT, F_INDIRECT_DESC, F_EVENT_IDX, F_HOTPLUG, F_CHANGE]
-        .iter()
-        .fold(0, |all, bit| all | 1 << bit)
+    let bits = [
+        F_VERSION_1,
+        F_ANY_LAYOUT,
+        F_INDIRECT_DESC,
+        F_EVENT_IDX,
+        F_RING_PACKED,
+        F_HOTPLUG,
+        F_CHANGE,
+    ];
+    bits.iter().fold(0, |all, bit| all | 1 << bit)
 }
 
 /// The configuration space, little-endian.

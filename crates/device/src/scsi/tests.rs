@@ -12,7 +12,7 @@ use super::{ScsiDevice, UnitError};
 use crate::access::DiskAccess;
 use crate::device::Device;
 use crate::queue::QueueHandle;
-use crate::testing::{DATA, Scene};
+use crate::testing::{DATA, Scene, split_features};
 use crate::unit_address::UnitAddress;
 
 mod bad_blocks;
@@ -107,7 +107,7 @@ impl Initiator {
         let device = Device::scsi(ScsiOptions::default(), scene.events.clone());
         let source = DiskSource::file(disk.path(), disk_options).unwrap();
         Self::scsi(&device).add_unit(UNIT, source, options).unwrap();
-        device.set_features(device.features()).unwrap();
+        device.set_features(split_features(&device)).unwrap();
         let queue = scene.start_queue_of(&device, 2);
         let mut initiator = Self { scene, device, disk, queue: Some(queue), used: None };
         let heard = initiator.run(&[0; 6], &[], 0);

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use virtqueue::{GuestMemory, QueueLog};
+use virtqueue::{GuestMemory, QueueLog, RingLayout};
 
 use super::Connection;
 use crate::outcome::{Outcome, Refusal, Start};
@@ -18,7 +18,7 @@ impl Connection {
         let end = log.log.end();
         check_end(end, "guest memory", self.memory.map.end())?;
         for (index, ring) in self.rings.iter().enumerate() {
-            check_ring(end, index, ring)?;
+            check_ring(end, index, ring, self.layout())?;
         }
         // The specification leaves the body open. Some front-ends want that of the message.
         let answer = log.area.encode();
@@ -53,7 +53,9 @@ impl Connection {
 
     /// Refuses guest memory for which the log of rings that run has no room.
     pub(super) fn check_log_of(&self, memory: &GuestMemory) -> Result<(), Refusal> {
-        let log = self.log.as_ref().filter(|_| self.log_all);
+        let is_whole =
+            self.log_all || (0..self.rings.len()).any(|ring| self.marks_descriptors(ring));
+        let log = self.log.as_ref().filter(|_| is_whole);
         match log.filter(|_| self.rings.iter().any(RingState::is_running)) {
             Some(log) => check_end(log.log.end(), "guest memory", memory.end()),
             None => Ok(()),
@@ -63,11 +65,17 @@ impl Connection {
     /// Returns the reason that a ring cannot run because of its log.
     pub(super) fn log_fault(&self, ring: usize) -> Option<Refusal> {
         let end = self.log.as_ref()?.log.end();
-        let of_data = match self.log_all {
+        let of_data = match self.log_all || self.marks_descriptors(ring) {
             true => check_end(end, "guest memory", self.memory.map.end()),
             false => Ok(()),
         };
-        of_data.and_then(|()| check_ring(end, ring, &self.rings[ring])).err()
+        of_data.and_then(|()| check_ring(end, ring, &self.rings[ring], self.layout())).err()
+    }
+
+    /// True if marks of a ring's used elements are those of its descriptors, which may be anywhere
+    /// in guest memory.
+    fn marks_descriptors(&self, ring: usize) -> bool {
+        self.layout() == RingLayout::Packed && self.rings[ring].settings.log.is_some()
     }
 
     /// The log for the queue of a ring.
@@ -98,9 +106,9 @@ impl Connection {
     }
 }
 
-fn check_ring(end: u64, index: usize, ring: &RingState) -> Result<(), Refusal> {
+fn check_ring(end: u64, index: usize, ring: &RingState, layout: RingLayout) -> Result<(), Refusal> {
     let Some(start) = ring.settings.log else { return Ok(()) };
-    let used_end = start.saturating_add(ring.used_ring_bytes());
+    let used_end = start.saturating_add(ring.used_ring_bytes(layout));
     check_end(end, &format!("the used ring of queue {index}"), used_end)
 }
 

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::Arc;
 
 use iomem::fits;
-use virtqueue::MAX_QUEUE_SIZE;
+use virtqueue::{MAX_QUEUE_SIZE, RingLayout};
 
 use super::Connection;
 use crate::inflight::{self, Inflight};
@@ -37,10 +37,21 @@ impl Connection {
         Ok(())
     }
 
+    /// Lets the front-end decide where a packed ring continues, now that it has stopped: the driver
+    /// may have set it up again. The account of a split ring notices that by the used idx.
+    pub(super) fn forget_own_account(&self, ring: usize) {
+        if self.layout() == RingLayout::Packed
+            && let Some(own) = &self.own_region
+            && let Ok(account) = own.region.queue(fits(ring, "the number of a queue"))
+        {
+            account.forget();
+        }
+    }
+
     fn lacks_region(&self) -> bool {
         self.keeps_own_region
             && self.inflight.is_none()
-            && self.own_region.is_none()
+            && self.own_region.as_ref().is_none_or(|own| own.region.layout() != self.layout())
             && self.memory.map.num_regions() > 0
     }
 
@@ -54,6 +65,6 @@ impl Connection {
         let region = Region { guest_addr: 0, size: area.size, user_addr: 0, file_offset: 0 };
         let file = PeerFd::new(file, Arc::clone(&self.setup.examiner));
         let memory = SharedMemory::map(None, &[region], vec![file], &self.setup.rules)?;
-        Inflight::new(area, memory).map_err(|error| invalid(error.to_string()))
+        Inflight::new(area, self.layout(), memory).map_err(|error| invalid(error.to_string()))
     }
 }

@@ -196,8 +196,8 @@ impl Scene {
             let RingSettings { size, addresses, log, started, enabled, kick } = &ring.settings;
             let kick = kick.as_ref().map(Arc::as_ptr);
             // A running queue moves on while its state is read.
-            let next_avail = ring.is_stopped().then_some(ring.next_avail);
-            format!("{size} {addresses:?} {log:?} {started} {enabled} {kick:?} {next_avail:?}")
+            let base = ring.is_stopped().then_some(ring.base);
+            format!("{size} {addresses:?} {log:?} {started} {enabled} {kick:?} {base:?}")
         });
         let rings: Vec<String> = rings.collect();
         let Connection { protocol_features, rings_need_enable, status, memory, inflight, .. } =

@@ -160,7 +160,8 @@ impl Scene {
     }
 
     pub(crate) fn negotiate(&mut self, session: &mut Session, frontend: &mut Frontend) {
-        let features = self.device.features() | F_PROTOCOL_FEATURES;
+        // The rings of these tests are split.
+        let features = self.device.features() & !(1 << 34) | F_PROTOCOL_FEATURES;
         for request in [
             Request::SetProtocolFeatures(PROTOCOL_FEATURES),
             Request::SetOwner,

@@ -345,7 +345,7 @@ fn a_device_is_reset_and_set_up_again() {
     let mut scene = Scene::new();
     let (mut session, mut frontend) = scene.attach();
     scene.set_up(&mut session, &mut frontend);
-    let features = scene.device.features() | 1 << 30;
+    let features = scene.device.features() & !(1 << 34) | 1 << 30;
     for reset in [Request::ResetDevice, Request::SetStatus(0)] {
         scene.send_checked(&mut session, &mut frontend, &Request::SetStatus(15), &[]);
         let status = scene.exchange(&mut session, &mut frontend, &Request::GetStatus, &[]);

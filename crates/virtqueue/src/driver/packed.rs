@@ -213,7 +213,7 @@ impl<M: DriverMemory> PackedDriver<M> {
     }
 
     /// Like [`take_used`](Self::take_used), for ids that the caller manages.
-    fn take_element(&mut self) -> Option<Used> {
+    pub fn take_element(&mut self) -> Option<Used> {
         if !self.has_used() {
             return None;
         }

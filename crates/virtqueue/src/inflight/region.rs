@@ -9,6 +9,9 @@ use crate::memory::{GuestMemory, MAX_QUEUE_SIZE};
 /// The alignment of the accounts.
 const ALIGN: usize = 64;
 
+/// The offset of the version in an account of either layout.
+const OFFSET_VERSION: u64 = 8;
+
 /// The version of an account. A new one has 0.
 pub(super) const VERSION: u16 = 1;
 
@@ -114,6 +117,15 @@ impl InflightRegion {
         Ok(Self { memory, layout, queues, queue_size })
     }
 
+    /// Returns the same memory as a region for rings of this layout.
+    ///
+    /// # Errors
+    ///
+    /// If the memory is too short.
+    pub fn with_layout(&self, layout: RingLayout) -> Result<Self, InflightError> {
+        Self::new(Arc::clone(&self.memory), layout, self.queues, self.queue_size)
+    }
+
     /// The layout of the rings.
     #[must_use]
     pub fn layout(&self) -> RingLayout {
@@ -133,6 +145,15 @@ impl InflightRegion {
         let memory = Arc::clone(&self.memory);
         let start = Self::bytes(layout, index, queue_size);
         Ok(InflightAccount { memory, layout, start, entries: queue_size })
+    }
+}
+
+impl InflightAccount {
+    /// Marks the account as new: the next start of the queue continues at its configured place.
+    /// Call it while the queue does not run, and only after it has answered all requests.
+    pub fn forget(&self) {
+        // The memory is mapped.
+        let _ = self.memory.write(self.start + OFFSET_VERSION, &[0; 2]);
     }
 }
 

@@ -8,7 +8,7 @@ use crate::descriptor_ring::{DescriptorRing, PackedParts, UsedWord, Wish};
 use crate::error::{QueueError, RingPart};
 use crate::inflight::{InflightAccount, PackedInflight, Recovery};
 use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
-use crate::position::Position;
+use crate::position::{DESC_F_LAP, Position};
 use crate::rings::AvailIdx;
 use crate::split::QueueConfig;
 
@@ -18,7 +18,8 @@ impl PackedQueue {
     ///
     /// The configuration's descriptor table is the descriptor ring, its avail ring the driver's
     /// event structure, and its used ring the device's. `next_avail` and `next_used` are
-    /// descriptors with a wrap counter in the last bit, 0x8000 in a new ring.
+    /// descriptors with a wrap counter in the last bit, 0x8000 in a new ring. User Mode Linux
+    /// states 0 for both in a new ring. The ring tells that from a place that it has come to.
     ///
     /// # Errors
     ///
@@ -33,7 +34,8 @@ impl PackedQueue {
         if size == 0 || size > MAX_QUEUE_SIZE {
             return Err(QueueError::Size { size, max: MAX_QUEUE_SIZE });
         }
-        let (next, used) = (Position::from_bits(config.next_avail), Position::from_bits(next_used));
+        let (mut next, mut used) =
+            (Position::from_bits(config.next_avail), Position::from_bits(next_used));
         for Position { slot, .. } in [next, used] {
             if slot >= size {
                 return Err(QueueError::Base { slot, size });
@@ -44,6 +46,9 @@ impl PackedQueue {
             return Err(QueueError::Base { slot: next.slot, size });
         }
         let (translator, ring) = map_parts(memory, &config)?;
+        if (config.next_avail, next_used) == (0, 0) && is_new(&ring) {
+            (next, used) = (Position::START, Position::START);
+        }
         ring.store_device_wish(Wish::Never);
         Ok(Self {
             translator,
@@ -66,6 +71,8 @@ impl PackedQueue {
             inflight: None,
             prefetch: true,
             progress: None,
+            log: None,
+            before_loss: Vec::new(),
         })
     }
 
@@ -106,6 +113,7 @@ impl PackedQueue {
         let answer_place = self.translator.answer_place();
         (self.translator, self.ring) = map_parts(memory, &self.config)?;
         self.translator.set_answer_place(answer_place);
+        self.translator.memory().set_log(self.log_of_data());
         Ok(())
     }
 
@@ -116,6 +124,15 @@ impl PackedQueue {
         let QueueConfig { desc_table, size, .. } = self.config;
         AvailIdx::packed(self.translator.memory(), desc_table, size, Arc::clone(progress))
     }
+}
+
+/// Returns true if no lap of the ring has ended: each descriptor is of the first lap and not used,
+/// or was never written.
+fn is_new(ring: &DescriptorRing) -> bool {
+    (0..ring.size).all(|slot| {
+        let flags = ring.flags(slot) & DESC_F_LAP;
+        flags == 0 || flags == Position::START.available_flags()
+    })
 }
 
 fn map_parts(

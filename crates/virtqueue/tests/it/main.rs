@@ -10,6 +10,7 @@ mod litmus;
 mod memory;
 mod oracle;
 mod packed;
+mod packed_log;
 mod packed_model;
 mod queue;
 mod ring;

@@ -119,6 +119,39 @@ fn a_queue_continues_at_its_base() {
     assert_eq!(opened.err(), Some(QueueError::Base { slot: 2, size: 5 }), "nearly two laps");
 }
 
+/// A front-end that states 0 for a new ring, before and after its driver has filled it, and a ring
+/// that has come to this place.
+#[test]
+fn a_base_of_zeroes_is_a_new_ring_if_no_lap_has_ended() {
+    const SIZE: u16 = 3;
+    let zero = QueueConfig { next_avail: 0, ..config(SIZE, false) };
+    for offered in 0..=SIZE {
+        let (mut driver, _) = driver(SIZE, false);
+        for _ in 0..offered {
+            driver.add(&[Desc::writable(0x8000, 1)], None);
+        }
+        driver.publish();
+        let mut queue = open(&driver.memory, zero).expect("the ring is good");
+        assert_eq!((queue.base(), queue.available_now()), (0x8000_8000, offered));
+    }
+    for later in 0..=SIZE {
+        let (mut driver, mut queue) = pair(config(SIZE, false));
+        for round in 0..SIZE + later {
+            driver.add(&[Desc::writable(0x8000, 1)], None);
+            driver.publish();
+            if round < SIZE {
+                let id = pop(&mut queue).head;
+                queue.push(id, 0);
+                let _ = queue.publish();
+                driver.take_used();
+            }
+        }
+        assert_eq!(queue.base(), 0);
+        let mut queue = open(&driver.memory, zero).expect("the ring is good");
+        assert_eq!((queue.base(), queue.available_now()), (0, later));
+    }
+}
+
 #[test]
 fn chains_span_the_end_of_the_ring_and_come_with_their_buffers() {
     for size in [3, 5, 8] {

@@ -52,13 +52,14 @@ pub(super) fn command(
             Bus::Blk => format!("vhost-user-blk-pci,num-queues={queues},queue-size={size}"),
             Bus::Scsi => format!("vhost-user-scsi-pci,num_queues={queues},virtqueue_size={size}"),
         };
+        let packed = if options.packed { ",packed=on" } else { "" };
         let boot = match options.boot_target {
             Some(target) if index == 0 => format!(",bootindex=1,boot_tpgt={target}"),
             _ => String::new(),
         };
         command
             .args(socket_chardev(&id, &disk.socket, reconnect))
-            .args(["-device", &format!("{device},chardev={id}{boot}")]);
+            .args(["-device", &format!("{device},chardev={id}{packed}{boot}")]);
     }
     Ok(command)
 }

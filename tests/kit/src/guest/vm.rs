@@ -51,6 +51,8 @@ pub struct Disk {
 pub struct VmOptions {
     /// Its disks, /dev/vda first.
     pub disks: Vec<Disk>,
+    /// True to offer packed virtqueues to the guest's drivers.
+    pub packed: bool,
     /// The target of the boot disk. With `Some`, the firmware boots from its LUN 0 on the first of
     /// the disks, which is virtio-scsi (see [`Image::make_boot_disk`]). With `None`, QEMU loads the
     /// kernel.
@@ -78,6 +80,7 @@ impl Default for VmOptions {
     fn default() -> Self {
         Self {
             disks: Vec::new(),
+            packed: false,
             boot_target: None,
             memory_mib: 1024,
             vcpus: 2,

@@ -64,7 +64,7 @@ fn initiator(folder: &Path) -> Option<(Initiator, Server)> {
     let scene = Scene::new();
     let device = Device::scsi(ScsiOptions::default(), scene.events.clone());
     Initiator::scsi(&device).add_unit(UNIT, source, self::options()).unwrap();
-    device.set_features(device.features()).unwrap();
+    device.set_features(split_features(&device)).unwrap();
     let queue = scene.start_queue_of(&device, 2);
     let disk = Arc::new(NamedTempFile::new_in(folder).unwrap());
     let mut initiator = Initiator { scene, device, disk, queue: Some(queue), used: None };

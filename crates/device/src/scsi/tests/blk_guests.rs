@@ -31,7 +31,7 @@ impl BlkGuest {
         let (scene, access) = (Scene::new(), initiator.access());
         let events = scene.events.clone();
         let device = Device::blk_with_access(source.clone(), BlkOptions::default(), access, events);
-        device.set_features(device.features()).unwrap();
+        device.set_features(split_features(&device)).unwrap();
         let queue = scene.start_queue_of(&device, 0);
         Self { scene, source, queue: Some(queue) }
     }

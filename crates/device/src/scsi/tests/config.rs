@@ -10,8 +10,8 @@ const FAILURE: u8 = 9;
 
 #[test]
 fn features_are_offered() {
-    // HOTPLUG, CHANGE, ANY_LAYOUT, INDIRECT_DESC, EVENT_IDX, VERSION_1.
-    let expected = [1, 2, 27, 28, 29, 32].iter().fold(0, |all, bit| all | 1 << bit);
+    // HOTPLUG, CHANGE, ANY_LAYOUT, INDIRECT_DESC, EVENT_IDX, VERSION_1, RING_PACKED.
+    let expected = [1, 2, 27, 28, 29, 32, 34].iter().fold(0, |all, bit| all | 1 << bit);
     assert_eq!(Initiator::new().device.features(), expected);
 }
 

@@ -27,7 +27,8 @@ impl Initiator {
     }
 
     /// Makes a chain available that an earlier process took.
-    fn leave(&mut self, chain: &[Desc], next_avail: u16) {
+    fn leave(&mut self, chain: &[Desc], base: u32) {
+        let next_avail = u16::try_from(base).unwrap();
         let account = self.scene.mark_requests();
         self.scene.offer_without_kick(chain);
         let memory = LocalMemory::new(Arc::clone(&self.scene.memory));

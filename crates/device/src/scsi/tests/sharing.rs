@@ -359,7 +359,7 @@ fn a_unit_that_one_initiator_stops_is_stopped_for_all_while_there_are_others() {
         assert_eq!(initiator.sense(&read(), &[], 512), [2, 4, 2]);
     }
     all[0].device.reset();
-    all[0].device.set_features(all[0].device.features()).unwrap();
+    all[0].device.set_features(split_features(&all[0].device)).unwrap();
     assert_eq!(heard(&mut all[..1]), [[6, 0x29, 0]]);
     assert_eq!(all[0].sense(&read(), &[], 512), [2, 4, 2], "others use it as it is");
     all[2].good(&START, &[], 0);

@@ -12,7 +12,7 @@ fn rings_that_have_stopped_before_they_resume_start_where_they_stopped() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let tasks = scene.io.io().tasks();
-    scene.connection.rings.iter_mut().for_each(|ring| ring.next_avail = 99);
+    scene.connection.rings.iter_mut().for_each(|ring| ring.base = 99);
     scene.connection.begin_pause();
     for _ in 0..100 {
         scene.io.turn(Wait::Never).unwrap();
@@ -26,7 +26,7 @@ fn rings_that_have_stopped_before_they_resume_start_where_they_stopped() {
     assert_eq!(scene.io.io().tasks(), tasks, "a queue does not run");
     for ring in &scene.connection.rings {
         assert!(ring.is_running());
-        assert_eq!((ring.next_avail, ring.next_avail_now()), (0, Some(0)));
+        assert_eq!((ring.base, ring.next_avail_now()), (0, Some(0)));
     }
     scene.end();
 }
