@@ -317,6 +317,7 @@ impl RequestHandler {
 }
 
 /// The route of an admitted command.
+#[derive(Clone, Copy)]
 enum Route {
     Read,
     Write,
