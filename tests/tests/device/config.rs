@@ -10,6 +10,7 @@ use crate::start;
 
 /// The features that every virtio-blk device offers.
 const ALWAYS: u64 = feature::VERSION_1
+    | feature::LOG_ALL
     | feature::ANY_LAYOUT
     | feature::INDIRECT_DESC
     | feature::EVENT_IDX
@@ -54,6 +55,7 @@ fn features_of_virtio_scsi_are_offered() -> Result<()> {
     let mut frontend = Frontend::connect(daemon.socket(), &Setup::default())?;
     let offered = frontend.exchange_number(&Message::new(code::GET_FEATURES, Vec::new()))?;
     let expected = feature::VERSION_1
+        | feature::LOG_ALL
         | feature::ANY_LAYOUT
         | feature::INDIRECT_DESC
         | feature::EVENT_IDX
@@ -93,6 +95,7 @@ fn limits_are_announced() -> Result<()> {
     assert_eq!(
         offered,
         protocol_feature::MQ
+            | protocol_feature::LOG_SHMFD
             | protocol_feature::REPLY_ACK
             | protocol_feature::BACKEND_REQ
             | protocol_feature::CONFIG
