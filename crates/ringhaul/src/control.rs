@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 use blockio::executor::{Lock, start_thread};
+use blockio::stats::Counter;
 use device::oneshot;
 use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
@@ -38,7 +39,7 @@ use exports::{Exports, Order};
 use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
 use order::{Alarm, Answered, OrderKind};
-pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
+pub(crate) use order::{ChangingUnit, ResizingDisk, UnitChange, WatchedDisk, WatchedDisks};
 use stages::Stages;
 pub use stages::{FailedExport, OpeningExport, ReadyExport};
 
@@ -66,7 +67,7 @@ impl Control {
     pub fn start(ended: impl FnOnce() + Send + 'static) -> Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .context("cannot create an eventfd")?;
-        let alarm = Arc::new(Alarm(wake));
+        let alarm = Arc::new(Alarm { wake, wakes: Counter::default() });
         let (orders, received) = mpsc::channel();
         let waker = Waker::from(Arc::clone(&alarm));
         let stages = Arc::<Stages>::default();
@@ -243,8 +244,13 @@ impl Control {
     /// # Errors
     ///
     /// When all exports have ended.
-    pub(crate) fn watched_disks(&self) -> Answered<Vec<WatchedDisk>> {
+    pub(crate) fn watched_disks(&self) -> Answered<WatchedDisks> {
         self.ask(OrderKind::Query, |all| all.watched_disks())
+    }
+
+    /// The number of times that the thread has woken. Exports do not change in between.
+    pub(crate) fn wakes(&self) -> u64 {
+        self.alarm.wakes.get()
     }
 
     /// Describes the exports for another process.

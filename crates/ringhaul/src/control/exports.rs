@@ -16,7 +16,7 @@ use super::closing::{Closing, refuse};
 use super::disk_change::{DiskChange, DiskChangeKind};
 use super::export::{ACCEPT_PAUSE, Export, Polled};
 use super::hand_over::HandOver;
-use super::order::{Alarm, Answered, ExportSetup, OrderKind, ResizingDisk, WatchedDisk};
+use super::order::{Alarm, Answered, ExportSetup, OrderKind, ResizingDisk, WatchedDisks};
 use super::stages::Stages;
 use crate::control::subscribers::EventDetails;
 use crate::log::rate_limit::RateLimit;
@@ -91,6 +91,7 @@ impl Exports {
     /// Serves until the last export has ended.
     pub(super) fn run(&mut self) {
         loop {
+            self.alarm.wakes.add(1);
             let now = Instant::now();
             while let Some(order) = self.next_order() {
                 let is_change = matches!(order.kind, OrderKind::Change | OrderKind::End);
@@ -142,8 +143,9 @@ impl Exports {
     }
 
     /// Lists the disks of all exports, to be watched.
-    pub(super) fn watched_disks(&self) -> Vec<WatchedDisk> {
-        self.list.iter().flat_map(Export::watched_disks).collect()
+    pub(super) fn watched_disks(&self) -> WatchedDisks {
+        let disks = self.list.iter().flat_map(Export::watched_disks).collect();
+        WatchedDisks { disks, wakes: self.alarm.wakes.get() }
     }
 
     /// Returns the served export with this number.
@@ -358,7 +360,7 @@ impl Exports {
         // A time that the kernel cannot represent is as good as none.
         let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         let mut whose = vec![Polled::Alarm];
-        let mut fds = vec![PollFd::new(&self.alarm.0, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&self.alarm.wake, PollFlags::IN)];
         for (index, export) in self.list.iter().enumerate() {
             export.add_polls(index, now, &mut fds, &mut whose);
         }
@@ -379,7 +381,7 @@ impl Exports {
         for (whose, _) in ready.into_iter().filter(|(_, is_ready)| *is_ready) {
             match whose {
                 Polled::Alarm => {
-                    let _ = rustix::io::read(&self.alarm.0, &mut [0; 8]);
+                    let _ = rustix::io::read(&self.alarm.wake, &mut [0; 8]);
                     self.list.iter_mut().for_each(Export::mark_woken);
                 }
                 Polled::Listener(index) => self.list[index].listener_is_ready = true,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::Wake;
 
 use blockio::disk::{DiskState, SizeProbe};
+use blockio::stats::Counter;
 use blockio::{DiskSource, Remote};
 use device::Device;
 use device::scsi::ScsiDevice;
@@ -78,7 +79,15 @@ pub(crate) struct ResizingDisk {
     pub(crate) disk: DiskSource,
 }
 
+/// The disks of all exports. They stay the same until the control thread wakes again.
+pub(crate) struct WatchedDisks {
+    pub(crate) disks: Vec<WatchedDisk>,
+    /// The number of times that the control thread had woken.
+    pub(crate) wakes: u64,
+}
+
 /// A disk of an export that is watched for its state and for a change of its size from outside.
+#[derive(Clone)]
 pub(crate) struct WatchedDisk {
     pub(crate) export: String,
     /// The unit. `None`: the disk of a virtio-blk device.
@@ -113,13 +122,17 @@ pub(super) enum OrderKind {
 }
 
 /// The eventfd that wakes the control thread.
-pub(super) struct Alarm(pub(super) OwnedFd);
+pub(super) struct Alarm {
+    pub(super) wake: OwnedFd,
+    /// The number of times that the thread has woken, for any reason.
+    pub(super) wakes: Counter,
+}
 
 impl Alarm {
     pub(super) fn ring(&self) {
         // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
         // counter means that the thread is awake already.
-        let _ = rustix::io::writev(&self.0, &[IoSlice::new(&1_u64.to_ne_bytes())]);
+        let _ = rustix::io::writev(&self.wake, &[IoSlice::new(&1_u64.to_ne_bytes())]);
     }
 }
 

@@ -9,14 +9,14 @@ use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::disk;
 use blockio::executor::start_thread;
 
-use crate::control::WatchedDisk;
 use crate::control::subscribers::{EventDetails, ExportEvent};
+use crate::control::{WatchedDisk, WatchedDisks};
 use crate::daemon::Daemon;
 use crate::log::rate_limit::RateLimit;
 use crate::spec::UnitPlace;
@@ -25,6 +25,9 @@ use crate::spec::status::DiskState;
 
 /// The interval between checks of each disk.
 const INTERVAL: Duration = Duration::from_secs(1);
+
+/// The interval between looks at the states of disks while no thread of the daemon works.
+const IDLE_LOOK: Duration = Duration::from_secs(15);
 
 /// The time that one slow check may delay checks of more disks. After it, the check continues on
 /// its own.
@@ -45,7 +48,7 @@ impl DiskMonitor {
     pub(crate) fn start(daemon: Weak<Daemon>) -> Result<Self> {
         let (end, ended) = mpsc::channel();
         let watch = move || {
-            let mut checks = Checks { daemon, checker: None, disks: BTreeMap::new() };
+            let mut checks = Checks { daemon, checker: None, disks: BTreeMap::new(), look: None };
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 checks.check_all();
             }
@@ -96,8 +99,36 @@ type Key = (String, Option<UnitPlace>);
 struct Checks {
     daemon: Weak<Daemon>,
     /// The thread that checks sizes, which may be waiting for a file system.
-    checker: Option<mpsc::Sender<Check>>,
+    checker: Option<mpsc::Sender<Job>>,
     disks: BTreeMap<Key, Known>,
+    /// The last look at the exports.
+    look: Option<Look>,
+}
+
+/// The exports as the control thread has described them.
+struct Look {
+    /// The disks whose sizes can change from outside.
+    sized: Arc<Vec<WatchedDisk>>,
+    time: Instant,
+    /// The wakes of the control thread, and the turns of IoThreads.
+    activity: Option<(u64, u64)>,
+}
+
+impl Look {
+    /// Returns true if nothing has happened in the daemon since the look. The control thread then
+    /// sleeps on, whatever the number of exports is.
+    fn is_current(&self, daemon: &Daemon) -> bool {
+        let turns = daemon.thread_watch.lock().turns_if_idle();
+        let now = turns.map(|turns| (daemon.control.wakes(), turns));
+        self.activity.is_some() && self.activity == now && self.time.elapsed() < IDLE_LOOK
+    }
+}
+
+/// Work of the thread that checks sizes.
+enum Job {
+    One(Check),
+    /// Answers true if no size has changed.
+    All(Arc<Vec<WatchedDisk>>, mpsc::Sender<bool>),
 }
 
 /// A check of one disk, with the channel for its result.
@@ -110,7 +141,36 @@ struct Check {
 impl Checks {
     fn check_all(&mut self) {
         let Some(daemon) = self.daemon.upgrade() else { return };
-        let Ok(watched) = daemon.control.watched_disks() else { return };
+        if !self.look.as_ref().is_some_and(|look| look.is_current(&daemon)) {
+            self.look = self.look_at(&daemon);
+        }
+        drop(daemon);
+        let Some(sized) = self.look.as_ref().map(|look| Arc::clone(&look.sized)) else { return };
+        let has_news = |known: &Known| known.checking.is_some() || known.finding.is_some();
+        if sized.is_empty() || (!self.disks.values().any(has_news) && self.are_unchanged(&sized)) {
+            return;
+        }
+        self.check_sizes(&sized);
+    }
+
+    /// Returns true if all disks have the sizes that their drivers know. One answer for all costs
+    /// far less than one for each.
+    fn are_unchanged(&mut self, disks: &Arc<Vec<WatchedDisk>>) -> bool {
+        let (found, finding) = mpsc::channel();
+        let is_sent = self.send(Job::All(Arc::clone(disks), found)).is_ok();
+        let answer = is_sent.then(|| finding.recv_timeout(PATIENCE).ok()).flatten();
+        if answer.is_none() {
+            // Checks of single disks find the one that does not answer.
+            self.checker = None;
+        }
+        answer == Some(true)
+    }
+
+    /// Reports states that are worse than before. `None`: all exports have ended.
+    fn look_at(&mut self, daemon: &Daemon) -> Option<Look> {
+        // Before the look: a later turn may have changed a state that it has not seen.
+        let turns = daemon.thread_watch.lock().turns_if_idle();
+        let WatchedDisks { disks: mut watched, wakes } = daemon.control.watched_disks().ok()?;
         let keys: BTreeSet<Key> = watched.iter().map(key_of).collect();
         self.disks.retain(|key, _| keys.contains(key));
         for disk in &watched {
@@ -122,47 +182,76 @@ impl Checks {
                 daemon.subscribers().report(event);
             }
         }
-        for disk in watched.into_iter().filter(|disk| disk.size_probe.is_some()) {
-            self.check_one(disk);
-        }
+        watched.retain(|disk| disk.size_probe.is_some());
+        let activity = turns.map(|turns| (wakes, turns));
+        Some(Look { sized: Arc::new(watched), time: Instant::now(), activity })
     }
 
-    fn check_one(&mut self, disk: WatchedDisk) {
-        let (key, known) = (key_of(&disk), disk.size_bytes);
-        let begun = self.disks.entry(key.clone()).or_default().checking.take();
-        let (found, patience) = match begun {
-            Some(found) => (found, Duration::ZERO),
-            None => match self.begin(disk) {
-                Ok(found) => (found, PATIENCE),
+    /// Checks sizes. All checks wait in one queue, so that the thread that carries them out wakes
+    /// once.
+    fn check_sizes(&mut self, disks: &[WatchedDisk]) {
+        let mut from = 0;
+        while from < disks.len() {
+            match self.check_until_late(&disks[from..]) {
+                Ok(answered) => from += answered,
                 Err(error) => {
                     tracing::warn!("cannot watch the sizes of disks now: {error}");
                     return;
                 }
-            },
-        };
-        let state = self.disks.entry(key.clone()).or_default();
-        match found.recv_timeout(patience) {
-            Ok(finding) => state.record(&key, known, finding),
-            Err(RecvTimeoutError::Timeout) => {
-                state.checking = Some(found);
-                if !patience.is_zero() {
-                    // The thread ends when the file system has answered. Other disks get a new one.
-                    self.checker = None;
-                }
             }
-            Err(RecvTimeoutError::Disconnected) => self.checker = None,
         }
     }
 
+    /// Checks the sizes of the first of these disks, up to one that takes too long. Returns their
+    /// number.
+    fn check_until_late(&mut self, disks: &[WatchedDisk]) -> io::Result<usize> {
+        let mut begun = Vec::new();
+        for disk in disks {
+            let earlier = self.disks.entry(key_of(disk)).or_default().checking.take();
+            begun.push(match earlier {
+                Some(found) => (found, Duration::ZERO),
+                None => (self.begin(disk.clone())?, PATIENCE),
+            });
+        }
+        let mut begun = disks.iter().zip(begun).enumerate();
+        while let Some((number, (disk, (found, patience)))) = begun.next() {
+            let key = key_of(disk);
+            let state = self.disks.entry(key.clone()).or_default();
+            match found.recv_timeout(patience) {
+                Ok(finding) => state.record(&key, disk.size_bytes, finding),
+                Err(RecvTimeoutError::Timeout) => {
+                    state.checking = Some(found);
+                    if !patience.is_zero() {
+                        // The thread ends when the file system has answered. The rest gets a new
+                        // one.
+                        self.checker = None;
+                        let earlier = begun.filter(|(_, (_, (_, patience)))| patience.is_zero());
+                        for (_, (disk, (found, _))) in earlier {
+                            self.disks.entry(key_of(disk)).or_default().checking = Some(found);
+                        }
+                        return Ok(number + 1);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => self.checker = None,
+            }
+        }
+        Ok(disks.len())
+    }
+
     fn begin(&mut self, disk: WatchedDisk) -> io::Result<mpsc::Receiver<Option<Finding>>> {
+        let (found, finding) = mpsc::channel();
+        self.send(Job::One(Check { disk, daemon: Weak::clone(&self.daemon), found }))?;
+        Ok(finding)
+    }
+
+    fn send(&mut self, job: Job) -> io::Result<()> {
         let checker = match &self.checker {
             Some(checker) => checker,
             None => self.checker.insert(start_checker()?),
         };
-        let (found, finding) = mpsc::channel();
         // If the thread has ended, receiving the result fails.
-        let _ = checker.send(Check { disk, daemon: Weak::clone(&self.daemon), found });
-        Ok(finding)
+        let _ = checker.send(job);
+        Ok(())
     }
 }
 
@@ -279,16 +368,29 @@ fn report_waiting(disk: &WatchedDisk, left_out: u64) -> String {
 }
 
 /// Starts a thread that checks disks until the sender is dropped.
-fn start_checker() -> io::Result<mpsc::Sender<Check>> {
-    let (requests, checks) = mpsc::channel::<Check>();
+fn start_checker() -> io::Result<mpsc::Sender<Job>> {
+    let (requests, jobs) = mpsc::channel::<Job>();
     let work = move || {
-        for Check { disk, daemon, found } in checks {
+        for job in jobs {
             // The receiver may be gone if the check took too long.
-            let _ = found.send(check(&disk, &daemon));
+            match job {
+                Job::One(Check { disk, daemon, found }) => {
+                    let _ = found.send(check(&disk, &daemon));
+                }
+                Job::All(disks, found) => {
+                    let _ = found.send(disks.iter().all(is_unchanged));
+                }
+            }
         }
     };
     start_thread("ringhaul-size", work)?;
     Ok(requests)
+}
+
+/// Returns true if a disk has the size that its drivers know, or its size is not known now.
+fn is_unchanged(disk: &WatchedDisk) -> bool {
+    let size = disk.size_probe.as_ref().map_or(Ok(None), |probe| probe.size_bytes());
+    size.is_ok_and(|size| size.is_none_or(|size| size == disk.size_bytes))
 }
 
 /// Checks the size of a disk, and resizes it for its guest if it has grown. Blocks for as long as

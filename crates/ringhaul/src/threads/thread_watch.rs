@@ -63,6 +63,13 @@ impl ThreadWatch {
         });
     }
 
+    /// The turns of all threads together. `None` while one of them has work, so that the state of a
+    /// disk may change without a turn.
+    pub(crate) fn turns_if_idle(&self) -> Option<u64> {
+        let stats = self.threads.iter().map(|thread| thread.remote.stats());
+        stats.map(|stats| (stats.is_idle.get() == 1).then(|| stats.turns.get())).sum()
+    }
+
     /// Checks all threads if it is time. Forgets threads that have ended.
     pub(crate) fn check(&mut self, now: Instant) {
         let passed = self.checked_at.map(|checked| now.saturating_duration_since(checked));

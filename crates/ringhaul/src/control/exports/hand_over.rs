@@ -193,6 +193,7 @@ mod tests {
     use std::sync::{Arc, mpsc};
     use std::task::Waker;
 
+    use blockio::stats::Counter;
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
@@ -205,7 +206,8 @@ mod tests {
     /// A process that takes over would find the disk locked, or miss a change.
     #[test]
     fn exports_are_described_only_while_none_of_them_changes() {
-        let alarm = Alarm(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let alarm =
+            Alarm { wake: eventfd(0, EventfdFlags::CLOEXEC).unwrap(), wakes: Counter::default() };
         let (_orders, received) = mpsc::channel();
         let stages = Arc::<Stages>::default();
         let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
@@ -254,7 +256,8 @@ mod tests {
     /// The description may be out of date when the new process is ready.
     #[test]
     fn exports_pause_only_as_they_were_described() {
-        let alarm = Alarm(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let alarm =
+            Alarm { wake: eventfd(0, EventfdFlags::CLOEXEC).unwrap(), wakes: Counter::default() };
         let (_orders, received) = mpsc::channel();
         let stages = Arc::<Stages>::default();
         let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
