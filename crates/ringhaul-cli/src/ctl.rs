@@ -52,12 +52,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
     let is_raw = matches!(args.what, CtlCommand::Call { .. });
     // Invalid words fail here, before any daemon is contacted.
     let calls = calls::calls_of(&args.what)?;
-    if let CtlCommand::Upgrade { binary, option, retry, sandbox } = &args.what {
+    if let CtlCommand::Upgrade { binary, option, retry, sandbox, in_unit } = &args.what {
         let binary = binary.as_ref().or(option.as_ref()).context("it takes a program")?;
-        let (binary, retry) =
-            (upgrade::program(binary)?, Duration::from_millis(retry.unwrap_or(0)));
+        let retry = Duration::from_millis(retry.unwrap_or(0));
+        let program = upgrade::Program { path: upgrade::program(binary)?, in_unit: *in_unit };
         let control = find_control_socket(args.control.clone())?;
-        return upgrade::run((&binary, *sandbox), retry, &control, form);
+        return upgrade::run((&program, *sandbox), retry, &control, form);
     }
     let control = find_control_socket(args.control.clone())?;
     let mut daemon = Connection::new(&control)?;

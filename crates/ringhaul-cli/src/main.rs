@@ -126,7 +126,11 @@ enum Command {
     },
     /// Become a program that takes over from a daemon, in the place of that daemon.
     #[command(name = ctl::upgrade::successor::COMMAND, hide = true)]
-    BecomeSuccessor,
+    BecomeSuccessor {
+        /// Start that program as a process without a parent, and print its id.
+        #[arg(long)]
+        orphan: bool,
+    },
     /// Print the version, the commit, the features, and the engines of this machine; so does
     /// --version.
     #[command(after_help = examples::VERSION)]
@@ -203,9 +207,9 @@ fn main() -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    if let Command::BecomeSuccessor = cli.command {
+    if let Command::BecomeSuccessor { orphan } = cli.command {
         // The log has a thread, and a process with threads cannot enter namespaces.
-        return ctl::upgrade::successor::become_successor();
+        return ctl::upgrade::successor::become_successor(orphan);
     }
     log::start(cli.log_format, cli.log.as_deref());
     // A daemon starts it in its sandbox.
@@ -228,7 +232,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Completions { shell } => print_completions(shell),
         Command::Manual { folder } => manual::write(Cli::command(), &folder),
-        Command::Version | Command::BecomeSuccessor => print_version(),
+        Command::Version | Command::BecomeSuccessor { .. } => print_version(),
     });
     let code = result.unwrap_or_else(|error| {
         if is_unread(&error) {

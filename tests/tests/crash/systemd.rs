@@ -92,6 +92,16 @@ impl Host {
         ))
     }
 
+    /// The place, and the number of filters of system calls. A command of the unit has namespaces
+    /// of its own for mounts and the host's name, with the same content.
+    fn settings(&self) -> Result<String> {
+        let place = self.place()?;
+        let is_own = |line: &str| line.starts_with("mnt:") || line.starts_with("uts:");
+        let place = place.lines().filter(|line| !is_own(line)).collect::<Vec<_>>();
+        let filters = format!("grep ^Seccomp /proc/{}/status", self.process()?);
+        Ok(format!("{}\n{}", place.join("\n"), self.run(&filters)?))
+    }
+
     /// Connects again, when the service has another process than this one.
     fn reconnect(&self, driver: &mut Driver, process: &str) -> Result<()> {
         driver.take()?;
@@ -161,6 +171,37 @@ fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
     host.run("systemctl reset-failed ringhaul@vm1; systemctl restart ringhaul@vm1")?;
     host.reconnect(&mut driver, &process)?;
     driver.run(200, false)?;
+    driver.run(0, true)?;
+    let Driver { frontend, versions, .. } = driver;
+    drop(frontend);
+    host.run("systemctl stop ringhaul@vm1")?;
+    ensure!(host.property(VM, "Result")? == "success", "it did not stop cleanly");
+    check_file(&host.disks.path().join("vm1.img"), &versions)
+}
+
+/// A stop straight after it gives the new process time to end.
+#[test]
+fn a_reload_starts_the_installed_program_with_all_settings_of_the_unit() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    host.run("systemctl start ringhaul@vm1")?;
+    let mut driver = Driver::new(&host.socket(), FEW_BLOCKS, true)?;
+    driver.attach()?;
+    driver.run(200, false)?;
+    let (process, settings) = (host.process()?, host.settings()?);
+    let reload =
+        "systemctl reload ringhaul@vm1 || { journalctl --no-pager -u ringhaul@vm1 >&2; false; }";
+    host.run(reload)?;
+    ensure!(host.process()? == process, "the same program has taken over");
+    host.run(&format!(
+        "cp /mnt/ringhaul/ringhaul /usr/bin/ringhaul.new
+        mv /usr/bin/ringhaul.new /usr/bin/ringhaul
+        {reload}"
+    ))?;
+    driver.run(200, false)?;
+    ensure!(host.process()? != process, "the former program stays");
+    let now = host.settings()?;
+    ensure!(now == settings, "the new process has the settings\n{now}\ninstead of\n{settings}");
+    ensure!(host.property(VM, "NRestarts")? == "0", "it was restarted");
     driver.run(0, true)?;
     let Driver { frontend, versions, .. } = driver;
     drop(frontend);

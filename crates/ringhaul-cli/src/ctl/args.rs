@@ -167,6 +167,11 @@ pub(crate) enum CtlCommand {
         /// daemon; `off` and `log` only if the kernel shows that the daemon is not confined.
         #[arg(long, value_name = "MODE")]
         sandbox: Option<SandboxMode>,
+        /// For `ExecReload=` of the daemon's unit: do nothing if the daemon runs this program
+        /// already. The new process gets its place from this command, so that the system call
+        /// filters of the unit hold for it.
+        #[arg(long)]
+        in_unit: bool,
     },
     /// Print all methods of the control socket, with their parameters and answers, as JSON Schema.
     /// No daemon is needed.

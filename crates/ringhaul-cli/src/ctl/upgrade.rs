@@ -6,8 +6,10 @@ mod place;
 mod status;
 pub(crate) mod successor;
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{ExitCode, ExitStatus};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +21,7 @@ use serde_json::{Value, json};
 use super::connection::{Connection, Refusal};
 use super::show::{self, Form, print};
 use link::Link;
+pub(super) use successor::Program;
 use successor::{CallerWord, Successor};
 
 /// No program has taken over; an attempt in a moment may succeed.
@@ -44,21 +47,24 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The time that the daemon may take to note the reason of a process that has ended.
 const REASON_MAX: Duration = Duration::from_secs(2);
 
-/// Replaces the daemon by `binary`, with attempts until one is refused for good or the time is up.
+/// Replaces the daemon by `program`, with attempts until one is refused for good or the time is up.
 ///
 /// # Errors
 ///
 /// When the daemon cannot be reached, or is lost.
 pub(super) fn run(
-    (binary, sandbox): (&Path, Option<SandboxMode>),
+    (program, sandbox): (&Program, Option<SandboxMode>),
     retry: Duration,
     control: &Path,
     form: Form,
 ) -> Result<ExitCode> {
     let caller = CallerWord::new(sandbox);
     let retry_until = Instant::now() + retry;
+    if program.in_unit && runs(control, &program.path)? {
+        return Ok(ExitCode::SUCCESS);
+    }
     loop {
-        let Refusal { code, message } = match attempt(binary, &caller, control)? {
+        let Refusal { code, message } = match attempt(program, &caller, control)? {
             Ok(answer) => {
                 print(&show::answer("upgrade.wait", &answer, form))?;
                 return Ok(ExitCode::SUCCESS);
@@ -91,8 +97,25 @@ pub(super) fn program(binary: &Path) -> Result<PathBuf> {
     absolute.with_context(|| format!("cannot make the path {} absolute", binary.display()))
 }
 
+/// Returns true if the daemon runs the program in this file, and not a former one of that name.
+fn runs(control: &Path, program: &Path) -> Result<bool> {
+    let daemon = Link::new(control)?.daemon()?;
+    let running = PathBuf::from(format!("/proc/{}/exe", daemon.id.as_raw_pid()));
+    let file = |path: &Path| {
+        let found =
+            fs::metadata(path).with_context(|| format!("cannot look at {}", path.display()));
+        found.map(|file| (file.dev(), file.ino()))
+    };
+    Ok(file(&running)? == file(program)?)
+}
+
 /// Returns the id of the new process, or the refusal.
-fn attempt(binary: &Path, caller: &CallerWord, control: &Path) -> Result<Result<Value, Refusal>> {
+fn attempt(
+    program: &Program,
+    caller: &CallerWord,
+    control: &Path,
+) -> Result<Result<Value, Refusal>> {
+    let binary = &program.path;
     let mut link = Link::new(control)?;
     let start: SuccessorStart = match link.call("upgrade.begin", &json!({}), Duration::ZERO)? {
         Ok(start) => serde_json::from_value(start).context("cannot understand the daemon")?,
@@ -109,7 +132,7 @@ fn attempt(binary: &Path, caller: &CallerWord, control: &Path) -> Result<Result<
     };
     let sandbox = link.call("process", &json!({}), Duration::ZERO)?.ok();
     let sandbox = sandbox.and_then(|shown| serde_json::from_value(shown["sandbox"].clone()).ok());
-    match Successor::start(binary, (start, sandbox), caller.clone(), daemon, &streams) {
+    match Successor::start(program, (start, sandbox), caller.clone(), daemon, &streams) {
         Ok(successor) => wait(binary, successor, link, control),
         Err(error) => Ok(Err(refused(format!("{error:#}")))),
     }
@@ -175,7 +198,7 @@ fn refused(message: String) -> Refusal {
 }
 
 /// The error about a process that has ended and never asked.
-fn ended_early(binary: &Path, status: ExitStatus) -> String {
+fn ended_early(binary: &Path, status: String) -> String {
     format!(
         "{} has not taken over: it ended ({status}) before it asked for the exports; if it is a \
          ringhaul, see its error in the log of this daemon, otherwise name one",
@@ -219,7 +242,8 @@ mod tests {
             }
             asked
         });
-        let answer = attempt(Path::new("/bin/it"), &CallerWord::default(), &path).unwrap();
+        let program = Program { path: "/bin/it".into(), in_unit: false };
+        let answer = attempt(&program, &CallerWord::default(), &path).unwrap();
         assert_eq!(answer.ok().unwrap(), json!({ "process": 7 }));
         let asked = daemon.join().unwrap();
         let methods: Vec<_> = asked.iter().map(|request| request["method"].clone()).collect();

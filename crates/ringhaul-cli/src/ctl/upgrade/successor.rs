@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
@@ -17,7 +17,9 @@ use ringhaul::options::sandbox::SandboxMode;
 use ringhaul::spec::process::SuccessorStart;
 use ringhaul::takeover::wire::{Receiver, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, chdir};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, chdir, getegid, geteuid, pidfd_open, pidfd_send_signal, setsid,
+};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +28,8 @@ use super::place::Place;
 
 /// The hidden command.
 pub(crate) const COMMAND: &str = "become-successor";
+/// Its option for a process without a parent.
+const ORPHAN: &str = "--orphan";
 
 /// The descriptors that a daemon passes on: standard output and standard error.
 pub(super) const STREAMS: usize = 2;
@@ -68,6 +72,8 @@ struct Instructions {
     user: u32,
     group: u32,
     program: PathBuf,
+    /// The process stays in its place, which is that of the daemon's unit.
+    in_unit: bool,
     start: SuccessorStart,
     caller: CallerWord,
     /// The mode of its sandbox that the daemon states.
@@ -93,8 +99,80 @@ impl CallerWord {
     }
 }
 
+/// A program that is to take over.
+#[derive(Debug, Clone)]
+pub(crate) struct Program {
+    pub(crate) path: PathBuf,
+    /// Its place is that of this command, a command of the daemon's unit. Nothing happens if the
+    /// daemon runs the program already.
+    pub(crate) in_unit: bool,
+}
+
 /// A process that is to take over. Dropping this kills it.
-pub(super) struct Successor(Option<Child>);
+pub(super) struct Successor {
+    id: u32,
+    /// `None`: it runs on.
+    handle: Option<Handle>,
+}
+
+/// A process as this one refers to it.
+enum Handle {
+    Child(Child),
+    /// A child of the first process of the system. systemd waits for the end of its own children,
+    /// and in a container with cgroups of version 1 for the end of no other process.
+    Orphan(OwnedFd),
+}
+
+impl Handle {
+    /// Starts this program once more, with a socket as its standard input.
+    fn start(socket: UnixStream, is_orphan: bool) -> Result<(u32, Self)> {
+        let mut command = Command::new("/proc/self/exe");
+        // Nothing of this environment reaches the new program.
+        command.arg0("ringhaul").arg(COMMAND).env_clear().stdin(OwnedFd::from(socket));
+        if !is_orphan {
+            let child = command.stdout(Stdio::null()).spawn().context("cannot start a process")?;
+            return Ok((child.id(), Self::Child(child)));
+        }
+        let output = command.arg(ORPHAN).stderr(Stdio::inherit()).output();
+        let output = output.context("cannot start a process")?.stdout;
+        let id = String::from_utf8_lossy(&output).trim().parse().ok().and_then(Pid::from_raw);
+        let id = id.context("no process was started")?;
+        // It waits for instructions, so that no other process can have its id.
+        let process = pidfd_open(id, PidfdFlags::empty()).context("cannot refer to a process")?;
+        Ok((id.as_raw_pid().unsigned_abs(), Self::Orphan(process)))
+    }
+
+    /// The status of a process that has ended.
+    fn try_wait(&mut self) -> std::io::Result<Option<String>> {
+        match self {
+            Self::Child(child) => Ok(child.try_wait()?.map(|status| status.to_string())),
+            Self::Orphan(process) => {
+                let status = || "its status is in the log of the service manager".to_owned();
+                Ok(has_ended(process, Duration::ZERO)?.then(status))
+            }
+        }
+    }
+
+    /// Kills the process. That fails only if it has ended.
+    fn kill(&mut self) {
+        match self {
+            Self::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Self::Orphan(process) => {
+                let _ = pidfd_send_signal(&*process, Signal::KILL);
+                let _ = has_ended(process, END_MAX);
+            }
+        }
+    }
+}
+
+/// Returns true if a process ends within this time.
+fn has_ended(process: &OwnedFd, time: Duration) -> std::io::Result<bool> {
+    let time = Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: 0 };
+    Ok(poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&time))? > 0)
+}
 
 impl Successor {
     /// Starts `program` in the place of `daemon`.
@@ -103,24 +181,20 @@ impl Successor {
     ///
     /// When this process may not enter that place, or the program cannot be started there.
     pub(super) fn start(
-        program: &Path,
+        program: &Program,
         (start, sandbox): (SuccessorStart, Option<SandboxMode>),
         caller: CallerWord,
         daemon: DaemonProcess,
         streams: &[OwnedFd],
     ) -> Result<Self> {
+        let Program { path: program, in_unit } = program.clone();
         let (mut ours, theirs) = UnixStream::pair().context("cannot create a socket")?;
-        let mut command = Command::new("/proc/self/exe");
-        // Nothing of this environment reaches the new program.
-        command.arg0("ringhaul").arg(COMMAND).env_clear();
-        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null());
-        let child = command.spawn().context("cannot start a process")?;
-        // This process must not keep the far end open.
-        drop(command);
-        let successor = Self(Some(child));
+        let (id, handle) = Handle::start(theirs, in_unit)?;
+        let successor = Self { id, handle: Some(handle) };
         let DaemonProcess { id, fd, user, group } = daemon;
-        let (daemon, program) = (id.as_raw_pid(), program.to_owned());
-        let instructions = Instructions { daemon, user, group, program, start, caller, sandbox };
+        let daemon = id.as_raw_pid();
+        let instructions =
+            Instructions { daemon, user, group, program, in_unit, start, caller, sandbox };
         let mut line = serde_json::to_vec(&instructions)?;
         line.push(b'\n');
         let sent = ours.write_all(&line);
@@ -134,17 +208,17 @@ impl Successor {
     }
 
     pub(super) fn process(&self) -> u32 {
-        self.0.as_ref().map_or(0, Child::id)
+        self.id
     }
 
     /// The status of the process, if it has ended.
-    pub(super) fn try_wait(&mut self) -> std::io::Result<Option<ExitStatus>> {
-        self.0.as_mut().map_or(Ok(None), Child::try_wait)
+    pub(super) fn try_wait(&mut self) -> std::io::Result<Option<String>> {
+        self.handle.as_mut().map_or(Ok(None), Handle::try_wait)
     }
 
     /// Lets the process run on.
     pub(super) fn leave(&mut self) {
-        self.0 = None;
+        self.handle = None;
     }
 
     /// Ends a process that was refused: it writes its error to the log before it ends by itself.
@@ -158,17 +232,25 @@ impl Successor {
 
 impl Drop for Successor {
     fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            // Fails only for a process that has ended.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        self.handle.iter_mut().for_each(Handle::kill);
     }
 }
 
 /// Becomes the program that a socket at standard input names. Its end without a message is the
-/// success.
-pub(crate) fn become_successor() -> ExitCode {
+/// success. With `orphan`, starts itself without that, prints the id of the process, and ends
+/// before it.
+pub(crate) fn become_successor(orphan: bool) -> ExitCode {
+    if orphan {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ringhaul").arg(COMMAND).stdout(Stdio::null());
+        return match command.spawn() {
+            Ok(child) => match writeln!(std::io::stdout(), "{}", child.id()) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            },
+            Err(_) => ExitCode::FAILURE,
+        };
+    }
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
     let Ok(mut socket) = socket else { return ExitCode::FAILURE };
     let Err(error) = try_become(&socket);
@@ -180,7 +262,7 @@ pub(crate) fn become_successor() -> ExitCode {
 fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     let mut receiver = Receiver::new(socket.try_clone()?);
     let line = receiver.line()?.context("no instructions have come")?;
-    let Instructions { daemon, user, group, program, start, caller, sandbox } =
+    let Instructions { daemon, user, group, program, in_unit, start, caller, sandbox } =
         serde_json::from_slice(&line)?;
     let fds: [OwnedFd; 1 + STREAMS] = receiver
         .fds(1 + STREAMS)?
@@ -188,14 +270,28 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
         .map_err(|_| Error::msg("the descriptors are not complete"))?;
     let [process, output, errors] = fds;
     let null = File::open("/dev/null").context("cannot open /dev/null")?;
-    let place = Place::of(Pid::from_raw(daemon).context("the daemon has no id")?)?;
-    place.check_owner(user, group)?;
+    let daemon = Pid::from_raw(daemon).context("the daemon has no id")?;
+    let place = if in_unit {
+        check_unit(daemon, user, group)?;
+        None
+    } else {
+        let place = Place::of(daemon)?;
+        place.check_owner(user, group)?;
+        Some(place)
+    };
     // After the last look into /proc: the id belonged to this process until then.
     check_runs(&process)?;
     check_log_options(&start.log_options)?;
-    let sandbox = chosen_sandbox(caller.sandbox, sandbox, place.is_confined());
-    place.enter(start.environment.contains_key(NOTIFY_SOCKET))?;
-    place.adopt_rights()?;
+    // The units forbid new privileges, so that their processes count as confined.
+    let is_confined = place.as_ref().is_none_or(Place::is_confined);
+    let sandbox = chosen_sandbox(caller.sandbox, sandbox, is_confined);
+    match place {
+        Some(place) => {
+            place.enter(start.environment.contains_key(NOTIFY_SOCKET))?;
+            place.adopt_rights()?;
+        }
+        None => drop(setsid().context("cannot begin a session")?),
+    }
     chdir(&start.directory).with_context(|| {
         let folder = start.directory.display();
         format!("cannot work in {folder}, the daemon's working directory, with its rights")
@@ -206,6 +302,27 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     dup2_stdout(output)?;
     dup2_stderr(errors)?;
     Err(execute(&program, &start, sandbox))
+}
+
+/// Checks that this process has the user, the group and the control groups of the daemon, as a
+/// command of its unit has them. Other settings of the unit hold for both.
+fn check_unit(daemon: Pid, user: u32, group: u32) -> Result<()> {
+    let own = (geteuid().as_raw(), getegid().as_raw());
+    let remedy = "--in-unit belongs into ExecReload= of the daemon's unit";
+    ensure!(
+        own == (user, group),
+        "this command runs as user {}, group {}, and the daemon as user {user}, group {group}; \
+         {remedy}",
+        own.0,
+        own.1
+    );
+    let cgroups = |process: &str| {
+        let path = format!("/proc/{process}/cgroup");
+        std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+    };
+    let is_in_unit = cgroups("self")? == cgroups(&daemon.as_raw_pid().to_string())?;
+    ensure!(is_in_unit, "this command is in another control group than the daemon; {remedy}");
+    Ok(())
 }
 
 /// Checks that the process has not ended: a new process might have its id.
@@ -283,7 +400,7 @@ fn is_kept(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use rustix::process::{PidfdFlags, WaitOptions, kill_process, pidfd_open, waitpid};
+    use rustix::process::{WaitOptions, kill_process, waitpid};
 
     use super::*;
 
@@ -352,7 +469,7 @@ mod tests {
     fn sleeper() -> (Successor, Pid) {
         let child = Command::new("sleep").arg("60").spawn().unwrap();
         let process = Pid::from_child(&child);
-        (Successor(Some(child)), process)
+        (Successor { id: child.id(), handle: Some(Handle::Child(child)) }, process)
     }
 
     #[test]
@@ -376,10 +493,7 @@ mod tests {
         let (mut successor, process) = sleeper();
         let daemon = pidfd_open(process, PidfdFlags::empty()).unwrap();
         check_runs(&daemon).unwrap();
-        if let Some(child) = &mut successor.0 {
-            child.kill().unwrap();
-            child.wait().unwrap();
-        }
+        successor.handle.as_mut().unwrap().kill();
         assert_eq!(check_runs(&daemon).unwrap_err().to_string(), "the daemon has ended");
     }
 }
