@@ -11,7 +11,8 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use blockio::DiskOptions;
 use blockio::disk::open_for_other;
-use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat2, readlinkat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, readlinkat};
+use rustix::io::Errno;
 use rustix::process::geteuid;
 
 /// The most links on a path, as in the kernel.
@@ -53,9 +54,31 @@ pub(super) fn open(path: &Path, options: &DiskOptions) -> Result<File> {
 /// When the path leads nowhere, or another user has made a link on it.
 pub fn open_socket(path: &Path) -> Result<OwnedFd> {
     let place = resolve(path, geteuid().as_raw())?;
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let opened = openat2(CWD, &place, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
+    let opened = open_without_links(&place);
     opened.with_context(|| format!("cannot open {}", place.display()))
+}
+
+/// The flags of a place: a link at the end is opened itself.
+const PLACE: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Opens an absolute path without `..`, on which no link is followed.
+fn open_without_links(path: &Path) -> rustix::io::Result<OwnedFd> {
+    match openat2(CWD, path, PLACE, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+        // Containers such as those of systemd-nspawn may not know the call.
+        Err(Errno::NOSYS) => open_by_parts(path),
+        opened => opened,
+    }
+}
+
+/// Opens each part of a path in the one before it, which cannot be a link.
+fn open_by_parts(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let mut parts = parts(path);
+    let root = parts.pop().unwrap_or_default();
+    let mut place = openat(CWD, &root, PLACE, Mode::empty())?;
+    while let Some(part) = parts.pop() {
+        place = openat(&place, &part, PLACE, Mode::empty())?;
+    }
+    Ok(place)
 }
 
 /// Resolves all links on a path. Each must belong to root or `user`.
@@ -72,9 +95,7 @@ fn resolve(path: &Path, user: u32) -> Result<PathBuf> {
         }
         // Replaces the path if the part is the root.
         let next = place.join(part);
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let opened = openat2(CWD, &next, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
-        let opened = opened.with_context(failed)?;
+        let opened = open_without_links(&next).with_context(failed)?;
         let found = fstat(&opened).with_context(failed)?;
         if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
             place = next;
@@ -111,6 +132,21 @@ mod tests {
     use blockio::disk::Folder;
 
     use super::*;
+
+    #[test]
+    fn a_path_by_its_parts_follows_no_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = folder.path().canonicalize().unwrap();
+        fs::create_dir(home.join("a")).unwrap();
+        fs::write(home.join("a/file"), "").unwrap();
+        symlink("a", home.join("link")).unwrap();
+        let inode = |opened: OwnedFd| fstat(opened).unwrap().st_ino;
+        let file = fs::metadata(home.join("a/file")).unwrap();
+        let found = inode(open_by_parts(&home.join("a/file")).unwrap());
+        assert_eq!(found, std::os::unix::fs::MetadataExt::ino(&file));
+        assert_eq!(open_by_parts(&home.join("link/file")).unwrap_err(), Errno::NOTDIR);
+        assert!(open_by_parts(&home.join("nowhere")).is_err());
+    }
 
     #[test]
     fn links_of_this_user_are_followed() {
