@@ -26,7 +26,7 @@ impl UnitNumber {
     pub(crate) fn next() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         let last = LAST.fetch_add(1, Ordering::Relaxed);
-        Self(NonZeroU64::MIN.checked_add(last).expect("nobody makes 2^64 units"))
+        Self(NonZeroU64::MIN.checked_add(last).expect("a process makes fewer than 2^64 units"))
     }
 }
 

@@ -51,12 +51,7 @@ pub struct ExportArgs {
     /// The device that the guest sees.
     ///
     /// virtio-blk has one disk, virtio-scsi the units that `--lun` names.
-    #[arg(
-        help_heading = "What the guest sees",
-        long,
-        value_name = "DEVICE",
-        default_value = "blk"
-    )]
+    #[arg(help_heading = "Device", long, value_name = "DEVICE", default_value = "blk")]
     pub device: DeviceKind,
     /// A logical unit of the virtio-scsi device; may be repeated.
     ///
@@ -68,7 +63,7 @@ pub struct ExportArgs {
     /// `revision`, `like=qemu` and `names=wwn|serial`; `stop=ignore|obey` is the effect of START
     /// STOP UNIT, and `reservations=PATH` the file of persistent reservations. Write a comma in a
     /// value twice.
-    #[arg(help_heading = "What the guest sees", long,
+    #[arg(help_heading = "Device", long,
           value_name = "[T:]LUN,KEY=VALUE,...", conflicts_with_all = ["blk_file", "disk"],
           add = ArgValueCompleter::new(complete_keys))]
     pub lun: Vec<String>,
@@ -110,21 +105,16 @@ pub struct ExportArgs {
     /// Answer requests in the order in which the guest has made them, where the front-end keeps no
     /// inflight region and continues at used idx when the daemon was killed. A slow request then
     /// holds up the answers behind it. For virtio-blk.
-    #[arg(
-        help_heading = "What the guest sees",
-        long,
-        value_name = "ON|OFF",
-        default_value = "off"
-    )]
+    #[arg(help_heading = "Device", long, value_name = "ON|OFF", default_value = "off")]
     pub in_order: OnOff,
     /// The most queues that a front-end may use. Default: as many as the device can have, 256, or
     /// 254 request queues of virtio-scsi. Unused queues cost nothing.
-    #[arg(help_heading = "What the guest sees", long, value_name = "N",
+    #[arg(help_heading = "Device", long, value_name = "N",
           value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub num_queues: Option<u16>,
     /// The queue size assumed when computing `seg_max`: a power of two from 4 to 1024.
     /// The front-end may use any size up to 1024.
-    #[arg(help_heading = "What the guest sees", long,
+    #[arg(help_heading = "Device", long,
           value_name = "N", default_value_t = 128, value_parser = parse_queue_size)]
     pub queue_size: u16,
     /// Serve all queues on this one thread, 0 to N - 1. A disk that hangs, or whose
@@ -146,12 +136,12 @@ pub struct ExportArgs {
     pub cache: Option<CacheMode>,
     /// Serial number that the guest sees, up to 20 bytes of ASCII. Default: derived from the
     /// identity of the disk: the file in its file system, or the block device.
-    #[arg(help_heading = "What the guest sees", long,
+    #[arg(help_heading = "Device", long,
           value_name = "TEXT", value_parser = parse_serial)]
     pub serial: Option<String>,
     /// The smallest unit of a request in bytes: a power of two from 512 to 65536. Default: that of
     /// a block device, and 512 for a regular file.
-    #[arg(help_heading = "What the guest sees", long, value_name = "BYTES")]
+    #[arg(help_heading = "Device", long, value_name = "BYTES")]
     pub logical_block_size: Option<u32>,
     /// Limits on each disk, with QEMU's names.
     ///

@@ -31,7 +31,7 @@ fn a_version_has_the_details_of_a_bug_report() -> Result<()> {
 #[test]
 fn help_has_groups_and_ends_with_examples() -> Result<()> {
     for (command, groups) in [
-        ("serve", &["Socket:", "Disk:", "What the guest sees:", "Threads and engines:"][..]),
+        ("serve", &["Socket:", "Disk:", "Device:", "Threads and engines:"][..]),
         ("bench", &["Options with --filename:"]),
         ("check", &[]),
     ] {

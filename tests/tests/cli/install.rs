@@ -108,7 +108,7 @@ fn pages_of_the_manual_from_documents_are_complete() -> Result<()> {
         (disks, &["ENCRYPTED DISKS", "    raw,offset=1M,over=file,path=/srv/disk.img"][..]),
         // The first columns of tables are entries, and links to other pages name them.
         (disks, &["\n       rbd    what it is: a Ceph image\n", "(ringhaul.toml(5))"]),
-        (control, &["\n       1. No front-end can connect any more.", "\nEVENTS\n"]),
+        (control, &["\n       1. Front-ends can no longer connect.", "\nEVENTS\n"]),
         (configuration, &["\nRELOAD\n", "\n           iothreads = 2\n", "ringhaul-disks(7)"]),
     ] {
         if !is_installed("mandoc") {

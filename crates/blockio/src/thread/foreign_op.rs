@@ -66,7 +66,7 @@ impl Io {
 
 /// The future of an op that a [`ForeignCompleter`] completes. Dropping it does not cancel the op:
 /// its slot keeps the memory until the completion.
-#[must_use = "nobody else learns of the completion"]
+#[must_use = "no other code learns of the completion"]
 pub struct ForeignOp {
     io: Rc<Io>,
     /// `None` once the completion was taken.

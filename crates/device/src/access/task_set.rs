@@ -173,7 +173,7 @@ impl Cover {
 
     /// Removes a counted task that ends or need not be awaited any longer.
     fn leave(&mut self) {
-        assert!(self.open > 0, "a task ends that nobody has counted");
+        assert!(self.open > 0, "a task ends that was not counted");
         self.open -= 1;
     }
 

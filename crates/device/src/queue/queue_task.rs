@@ -235,7 +235,7 @@ pub(crate) struct StopAnswer {
 
 impl StopAnswer {
     fn new(queue: &Queue) -> Self {
-        let answer = queue.take_stop().expect("a queue stops because somebody waits for that");
+        let answer = queue.take_stop().expect("a queue stops on a request that waits for it");
         Self { answer, base: queue.base() }
     }
 

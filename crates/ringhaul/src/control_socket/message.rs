@@ -40,7 +40,7 @@ codes! {
     NoJson = -32700, "the line is not JSON";
     NoRequest = -32600, "the line is not a request";
     NoMethod = -32601, "no method has this name";
-    Params = -32602, "the parameters are not those of the method";
+    Params = -32602, "the method does not have these parameters";
     Failed = 1, "the request was tried and failed";
     Unknown = 2, "no export or unit has this name";
     Exists = 3, "an export or unit has this name already";
