@@ -51,6 +51,22 @@ impl OnOff {
     }
 }
 
+/// Values of `--lock`. Accepts 1 and 0, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LockChoice {
+    /// From the opening of the disk on.
+    #[value(alias = "1")]
+    #[serde(alias = "1")]
+    On,
+    /// Never.
+    #[value(alias = "0")]
+    #[serde(alias = "0")]
+    Off,
+    /// While queues of the guest run.
+    Late,
+}
+
 /// Values of `--engine`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum EngineChoice {

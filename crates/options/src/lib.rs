@@ -11,7 +11,7 @@ pub mod redact;
 use std::num::IntErrorKind;
 
 #[cfg(feature = "clap")]
-pub use choices::{CompletionRingChoice, EngineChoice, OnOff, ineffective_warning};
+pub use choices::{CompletionRingChoice, EngineChoice, LockChoice, OnOff, ineffective_warning};
 pub use duration::parse_duration;
 
 /// Parses a number of bytes such as `512`, `4k`, `64G` or `2GiB`. The suffixes are K, M, G, T and

@@ -6,6 +6,7 @@
 
 mod closing;
 mod disk_change;
+mod disk_locks;
 mod export;
 pub(crate) mod export_log;
 mod exports;

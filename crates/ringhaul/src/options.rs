@@ -17,7 +17,7 @@ use clap_complete::{ArgValueCompleter, CompletionCandidate};
 use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use disks::spec::completions;
 use ringhaul_options::key_value::{Parts, split_at_commas};
-use ringhaul_options::{EngineChoice, OnOff, parse_duration, parse_size};
+use ringhaul_options::{EngineChoice, LockChoice, OnOff, parse_duration, parse_size};
 use sandbox::SandboxOptions;
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
@@ -100,8 +100,9 @@ pub struct ExportArgs {
     pub read_only: bool,
     /// Lock the disk the way QEMU's programs do, which then cannot write to it
     /// either. With `off`, make sure yourself that no other program writes to it.
-    #[arg(help_heading = "Disk", long, value_name = "ON|OFF", default_value = "on")]
-    pub lock: OnOff,
+    /// With `late`, only while queues of the guest run: for guests that migrate.
+    #[arg(help_heading = "Disk", long, value_name = "ON|OFF|LATE", default_value = "on")]
+    pub lock: LockChoice,
     /// Answer requests in the order in which the guest has made them, where the front-end keeps no
     /// inflight region and continues at used idx when the daemon was killed. A slow request then
     /// holds up the answers behind it. For virtio-blk.

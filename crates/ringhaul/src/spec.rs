@@ -112,6 +112,9 @@ impl ExportSpec {
                      that keeps an inflight region"
                 );
             }
+            if self.settings.late_lock {
+                bail!("a late lock is for virtio-blk devices only; use --lock on or --lock off");
+            }
             if self.settings.num_queues > Some(REQUEST_QUEUES_MAX) {
                 bail!(
                     "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; lower \
@@ -138,6 +141,8 @@ pub(crate) struct WrittenExport {
     read_only: Option<bool>,
     /// Do not lock the disk.
     no_lock: Option<bool>,
+    /// Lock the disk only while queues of the guest run.
+    late_lock: Option<bool>,
     /// Answer requests of virtio-blk in order where there is no inflight region.
     in_order: Option<bool>,
     /// The cache mode; direct I/O where the file system has it if it is left out.
@@ -177,6 +182,7 @@ impl WrittenExport {
         let settings = ExportSettings {
             read_only: self.read_only.unwrap_or(usual.read_only),
             no_lock: self.no_lock.unwrap_or(usual.no_lock),
+            late_lock: self.late_lock.unwrap_or(usual.late_lock),
             in_order: self.in_order.unwrap_or(usual.in_order),
             cache: self.cache.or(usual.cache),
             serial: self.serial.or_else(|| usual.serial.clone()),
@@ -253,6 +259,9 @@ pub struct ExportSettings {
     pub read_only: bool,
     /// The disk is not locked.
     pub no_lock: bool,
+    /// The disk is locked only while queues of the guest run.
+    #[serde(skip_serializing_if = "is_off")]
+    pub late_lock: bool,
     /// Requests of virtio-blk are answered in order, without an inflight region.
     pub in_order: bool,
     /// `None`: direct I/O where the file system has it.
@@ -285,11 +294,19 @@ pub struct ExportSettings {
     pub files: Option<Vec<FileRecord>>,
 }
 
+impl ExportSettings {
+    /// True if the disk is opened without a lock.
+    pub(crate) fn opens_unlocked(&self) -> bool {
+        self.no_lock || self.late_lock
+    }
+}
+
 impl Default for ExportSettings {
     fn default() -> Self {
         Self {
             read_only: false,
             no_lock: false,
+            late_lock: false,
             in_order: false,
             cache: None,
             serial: None,
@@ -322,6 +339,7 @@ impl ExportSettings {
         check_queue_size(self.queue_size).context("the queue size")?;
         ensure!(self.run_max.is_none_or(|max| max <= RUN_MAX), "run-max must be 1 to {RUN_MAX}");
         self.rules.check()?;
+        ensure!(!(self.no_lock && self.late_lock), "it has no lock, and a late one; choose one");
         match self.iothread {
             Some(iothread) if iothread >= iothreads && iothreads == 1 => {
                 bail!("IoThread {iothread} does not exist; with --iothreads 1 there is only 0")
@@ -334,6 +352,11 @@ impl ExportSettings {
             _ => Ok(()),
         }
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_off(flag: &bool) -> bool {
+    !flag
 }
 
 /// Checks the name of an export.

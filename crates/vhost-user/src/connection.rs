@@ -1,5 +1,6 @@
 //! The device as one front-end has set it up, and the effect of its messages.
 
+mod lock;
 mod log;
 mod negotiation;
 mod own_region;
@@ -30,6 +31,7 @@ use super::message::{
 use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, ring_base, ring_size};
+use super::run_lock::{RunLock, SessionLock};
 use super::shared_memory::SharedMemory;
 use super::write_log::WriteLog;
 
@@ -44,6 +46,8 @@ pub struct SessionSetup {
     pub rules: MappingRules,
     /// The threads that examine descriptors which may block. Each export has its own.
     pub examiner: Arc<Examiner>,
+    /// The lock that the session holds while queues run. `None`: they may always run.
+    pub run_lock: Option<Arc<dyn RunLock>>,
     /// The waker for work of [`Session::progress`](super::Session::progress) that the socket does
     /// not announce.
     pub waker: Waker,
@@ -66,6 +70,11 @@ pub(super) struct Connection {
     pub(super) log_all: bool,
     /// Answers of IoThreads that are about to take another log.
     new_logs: Vec<oneshot::Receiver<()>>,
+    run_lock: SessionLock,
+    /// Rings that start when the lock is taken.
+    held_back: Vec<usize>,
+    /// True if the lock could not be taken.
+    lacks_lock: bool,
     pub(super) rings: Vec<RingState>,
     pub(super) protocol_features: u64,
     /// True if protocol features were negotiated, so that rings start disabled.
@@ -104,6 +113,9 @@ impl Connection {
             log: None,
             log_all: false,
             new_logs: Vec::new(),
+            run_lock: SessionLock::default(),
+            held_back: Vec::new(),
+            lacks_lock: false,
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -220,10 +232,8 @@ impl Connection {
                 Ok(self.map(false, vec![region], fds, Purpose::Log(area)))
             }
             Request::SetLogFd => {
-                // The marks are enough. Front-ends read them when they need them.
                 let event = fds.into_iter().next().map(|fd| fd.into_eventfd("the log descriptor"));
-                event.transpose()?;
-                Ok(Outcome::Done)
+                Ok(event.transpose().map(|_unused| Outcome::Done)?)
             }
             Request::RemMemReg(region) => {
                 let memory = self.memory.without(&region).map_err(Refusal::needing_ack)?;
@@ -468,6 +478,10 @@ impl Connection {
     /// The outcome for the front-end when rings have started.
     pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
+            // The front-end comes again, and finds the lock free or not.
+            (Err(error), _) if std::mem::take(&mut self.lacks_lock) => {
+                Outcome::End(format!("its queues cannot run: {error}"))
+            }
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(undo, error.into()))
             }

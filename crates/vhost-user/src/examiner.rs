@@ -17,6 +17,10 @@ const UNCLOSED_MAX: usize = 512;
 /// Threads that examine and map memory. If one hangs, the rest serve the next front-end.
 const MAP_THREADS: usize = 4;
 
+/// Threads that take and release locks of disks: one for the front-end, and one for the front-end
+/// before it.
+const LOCK_THREADS: usize = 2;
+
 /// Threads that pass calls on, one per front-end. All but the last are left from earlier
 /// front-ends, with a write that hangs.
 const RELAYS_MAX: usize = 4;
@@ -37,6 +41,7 @@ pub struct Examiner {
     closes: Arc<JobQueue>,
     maps: Arc<JobQueue>,
     unmaps: Arc<JobQueue>,
+    locks: Arc<JobQueue>,
     /// Open descriptors of front-ends that no ring, memory or channel has taken over: in messages,
     /// of relayed calls, or to be closed.
     open: AtomicUsize,
@@ -63,6 +68,7 @@ impl Default for Examiner {
             closes: queue("ringhaul-close", 1),
             maps: queue("ringhaul-map", MAP_THREADS),
             unmaps: queue("ringhaul-unmap", 1),
+            locks: queue("ringhaul-lock", LOCK_THREADS),
             open: AtomicUsize::new(0),
             open_max: AtomicUsize::new(usize::MAX),
             relays: Lock::default(),
@@ -134,13 +140,15 @@ impl Examiner {
         &self,
         map: impl FnOnce() -> T + Send + 'static,
     ) -> oneshot::Receiver<T> {
-        let (answer, pending) = oneshot::channel();
-        self.maps.run(Box::new(move || {
-            if answer.is_awaited() {
-                answer.send(map());
-            }
-        }));
-        pending
+        run_awaited(&self.maps, map)
+    }
+
+    /// Calls `lock`, which takes or releases locks of disks, like [`map`](Self::map).
+    pub(super) fn lock<T: Send + 'static>(
+        &self,
+        lock: impl FnOnce() -> T + Send + 'static,
+    ) -> oneshot::Receiver<T> {
+        run_awaited(&self.locks, lock)
     }
 
     /// Unmaps memory of which the caller has the last reference, on a thread if it is large. The
@@ -156,6 +164,20 @@ impl Examiner {
         }));
         Some(pending)
     }
+}
+
+/// Calls `job` on a thread of this queue, unless the caller has dropped the result by then.
+fn run_awaited<T: Send + 'static>(
+    queue: &Arc<JobQueue>,
+    job: impl FnOnce() -> T + Send + 'static,
+) -> oneshot::Receiver<T> {
+    let (answer, pending) = oneshot::channel();
+    queue.run(Box::new(move || {
+        if answer.is_awaited() {
+            answer.send(job());
+        }
+    }));
+    pending
 }
 
 /// An open descriptor of a front-end, counted until this is dropped.

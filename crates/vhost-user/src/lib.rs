@@ -58,6 +58,7 @@ mod outcome;
 mod passed_fds;
 mod peer_fds;
 mod ring;
+mod run_lock;
 mod serve;
 mod session;
 mod session_state;
@@ -71,6 +72,7 @@ pub use details::{MemoryDetails, QueueDetails, QueueRole, QueueState, SessionDet
 pub use examiner::Examiner;
 pub use load::Load;
 pub use passed_fds::{FdIndex, FdSink, PassedFds};
+pub use run_lock::RunLock;
 pub use serve::serve;
 pub use session::{End, Session, SessionProgress};
 pub use session_state::SessionState;

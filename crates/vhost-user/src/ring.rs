@@ -167,6 +167,11 @@ impl RingState {
         }))
     }
 
+    /// Returns true if the ring starts next, with memory.
+    pub(super) fn is_due(&self) -> bool {
+        self.is_up() && self.is_stopped() && self.settings.addresses.is_some()
+    }
+
     /// Returns whether the ring could start if the front-end shared memory.
     pub(super) fn is_up(&self) -> bool {
         self.settings.started && self.settings.enabled && self.settings.size != 0

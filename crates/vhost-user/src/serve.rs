@@ -31,6 +31,7 @@ pub fn serve(socket: UnixStream, device: Device, threads: Vec<Remote>) -> io::Re
         threads,
         rules: MappingRules::default(),
         examiner: Arc::new(Examiner::default()),
+        run_lock: None,
         waker: Waker::from(Arc::clone(&wakes)),
     };
     let mut session = Session::new(socket, setup, Instant::now()).without_silence_limit();

@@ -465,6 +465,7 @@ mod tests {
             threads: Vec::new(),
             rules: MappingRules::default(),
             examiner: Arc::default(),
+            run_lock: None,
             waker: Waker::noop().clone(),
         };
         (Session::new(ours, setup, now), theirs)

@@ -13,6 +13,7 @@ mod images;
 mod kills;
 mod kvm;
 mod libvirt;
+mod migration;
 mod nbd;
 mod no_space;
 mod polling;

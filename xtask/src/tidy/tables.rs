@@ -197,6 +197,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "describe",
             "inflight",
             "write_log",
+            "run_lock",
             "outcome",
             "config",
             "connection",

@@ -2,6 +2,7 @@
 
 pub(super) mod alignment;
 mod attributes;
+pub(super) mod late_lock;
 pub(super) mod lock;
 pub(crate) mod opening;
 pub(super) mod partial_blocks;

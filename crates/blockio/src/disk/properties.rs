@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::file::late_lock::LateLock;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
 use super::foreign::{self, BYTES, format_of, format_of_file, warning};
@@ -264,6 +265,18 @@ impl DiskSource {
             SourceKind::File(source) => source.is_exclusive,
             SourceKind::Null => false,
             SourceKind::Driver(source) => source.is_exclusive(),
+        }
+    }
+
+    /// The write lock of a disk that is a file or a block device, is written to, and was opened
+    /// with [`no_lock`](super::DiskOptions::no_lock). `None` for all other disks.
+    #[must_use]
+    pub fn late_lock(&self) -> Option<LateLock> {
+        match &self.kind {
+            SourceKind::File(source) if !self.info.read_only => {
+                Some(LateLock::new(Arc::clone(&source.file)))
+            }
+            SourceKind::File(_) | SourceKind::Null | SourceKind::Driver(_) => None,
         }
     }
 

@@ -19,6 +19,7 @@ use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
 
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
+use super::disk_locks::DiskLocks;
 use super::order::ExportSetup;
 use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
@@ -96,7 +97,8 @@ impl Export {
         let (spec, registration, removal_waiters) = export.serve();
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
-        let setup = SessionSetup { device, threads, rules, examiner, waker };
+        let run_lock = DiskLocks::of_export(&spec, &disks);
+        let setup = SessionSetup { device, threads, rules, examiner, run_lock, waker };
         Self {
             spec,
             disks,

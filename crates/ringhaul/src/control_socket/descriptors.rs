@@ -83,7 +83,7 @@ impl OpenedFiles {
     ) {
         let options = DiskOptions {
             read_only: settings.read_only,
-            no_lock: settings.no_lock,
+            no_lock: settings.opens_unlocked(),
             ..DiskOptions::default()
         };
         let open = &mut |path: &Path, options: &DiskOptions| match is_foreign {

@@ -106,7 +106,7 @@ impl OpenDisk {
         let opened = Instant::now();
         let files = match (passed, &settings.files) {
             (Some(passed), _) => Some(Arc::clone(passed)),
-            (None, Some(named)) => Some(Arc::new(open_recorded(named, settings.no_lock)?)),
+            (None, Some(named)) => Some(Arc::new(open_recorded(named, settings.opens_unlocked())?)),
             (None, None) => None,
         };
         let kept = files.clone();
@@ -120,6 +120,7 @@ impl OpenDisk {
         let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
         let source = opener.open(disk).map_err(|error| with_advice(error, disk))?;
         let source = source.with_files(kept);
+        check_late_lock(&source, settings)?;
         if let Some(warning) = source.warning() {
             tracing::warn!("{}: {warning}", disk.name());
         }
@@ -174,6 +175,18 @@ impl OpenDisk {
         );
         Self { name, source, opened, cache, summary }
     }
+}
+
+/// Refuses a late lock for a disk whose layers keep state of the data in memory.
+fn check_late_lock(source: &DiskSource, settings: &ExportSettings) -> Result<()> {
+    if settings.late_lock && !settings.read_only && source.late_lock().is_none() {
+        bail!(
+            "{} cannot be locked late: that is for files and block devices that are written to; \
+             use --lock on or --lock off",
+            source.chain_text()
+        );
+    }
+    Ok(())
 }
 
 /// Adds advice to an error if the sandbox is its reason.
@@ -231,7 +244,7 @@ fn disk_options(settings: &ExportSettings) -> DiskOptions {
     DiskOptions {
         direct: wanted_cache(settings).is_direct(),
         read_only: settings.read_only,
-        no_lock: settings.no_lock,
+        no_lock: settings.opens_unlocked(),
         logical_block_bytes: settings.logical_block_bytes,
         ..DiskOptions::default()
     }

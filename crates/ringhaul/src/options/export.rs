@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use disks::spec::redact_spec;
+use ringhaul_options::LockChoice;
 use ringhaul_options::key_value::{Parts, Size, split_at_commas};
 use serde::Deserialize;
 
@@ -141,7 +142,8 @@ impl ExportArgs {
     fn settings(&self) -> ExportSettings {
         ExportSettings {
             read_only: self.read_only,
-            no_lock: !self.lock.is_on(),
+            no_lock: self.lock == LockChoice::Off,
+            late_lock: self.lock == LockChoice::Late,
             in_order: self.in_order.is_on(),
             cache: self.cache,
             serial: self.serial.clone(),
@@ -189,7 +191,8 @@ impl ExportArgs {
         let usual = self.default_settings();
         let settings = ExportSettings {
             read_only: keys.read_only.unwrap_or(usual.read_only),
-            no_lock: keys.lock.map_or(usual.no_lock, |is_on| !is_on),
+            no_lock: keys.lock.map_or(usual.no_lock, |lock| lock == LockChoice::Off),
+            late_lock: keys.lock.map_or(usual.late_lock, |lock| lock == LockChoice::Late),
             in_order: keys.in_order.unwrap_or(usual.in_order),
             cache: keys.cache.or(usual.cache),
             serial: keys.serial,
@@ -220,7 +223,7 @@ struct ExportKeys {
     blk_file: Option<PathBuf>,
     null: Option<Size>,
     read_only: Option<bool>,
-    lock: Option<bool>,
+    lock: Option<LockChoice>,
     in_order: Option<bool>,
     cache: Option<CacheMode>,
     serial: Option<String>,

@@ -54,7 +54,7 @@ pub(super) const TABLES: &[Table] = &[
         uses_disks: true,
     },
     Table {
-        threads: &["ringhaul-close"],
+        threads: &["ringhaul-close", "ringhaul-lock"],
         calls: &[COMMON, LOOP, DATA, MESSAGES, FILES],
         uses_disks: true,
     },

@@ -37,6 +37,7 @@ const THREADS: &[&str] = &[
     "ringhaul-events",
     "ringhaul-heir",
     "ringhaul-log",
+    "ringhaul-lock",
     "ringhaul-map",
     "ringhaul-metric",
     "ringhaul-notify",

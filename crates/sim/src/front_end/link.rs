@@ -67,6 +67,7 @@ impl Link {
             threads,
             rules: MappingRules { budget: budget.clone(), ..MappingRules::default() },
             examiner: Arc::new(Examiner::default()),
+            run_lock: None,
             waker: Waker::from(Arc::clone(&woken)),
         };
         let session = Session::new(ours, setup, now);

@@ -12,6 +12,7 @@ use crate::ring::{Surroundings, keep_first};
 
 impl Connection {
     pub(super) fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
+        self.release_when_stopped();
         let control = self.control_ring;
         rings.filter(|ring| Some(*ring) != control).for_each(|ring| self.start_ring(ring));
         self.control_is_due = true;
@@ -21,6 +22,9 @@ impl Connection {
     pub(super) fn start_ring(&mut self, ring: usize) {
         if self.log_fault(ring).is_some() {
             // The message for the log may still follow.
+            return;
+        }
+        if !self.may_run(ring) {
             return;
         }
         if let Err(error) = self.make_own_region(ring) {

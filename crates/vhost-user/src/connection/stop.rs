@@ -72,7 +72,7 @@ impl Connection {
     }
 
     fn poll_rings(&mut self) -> bool {
-        let mut is_busy = self.awaits_logs();
+        let mut is_busy = self.awaits_logs() | self.awaits_lock();
         for ring in &mut self.rings {
             match ring.progress() {
                 RingProgress::Settled => {}
@@ -111,6 +111,7 @@ impl Connection {
     /// comes when its memory is unmapped; `None`: it is.
     pub(crate) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
+        self.run_lock.end(&self.setup.examiner);
         self.rings.clear();
         self.relay = CallRelay::default();
         (self.inflight, self.own_region, self.log) = (None, None, None);

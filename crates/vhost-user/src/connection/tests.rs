@@ -85,6 +85,7 @@ impl Scene {
             threads: vec![io.remote()],
             rules: MappingRules::default(),
             examiner: Arc::clone(&examiner),
+            run_lock: None,
             waker: Waker::from(Arc::clone(&woken)),
         });
         let flags = rustix::fs::MemfdFlags::CLOEXEC;

@@ -80,6 +80,7 @@ impl Scene {
             threads: vec![self.io.remote()],
             rules: self.rules.clone(),
             examiner: Arc::clone(&self.examiner),
+            run_lock: None,
             waker: Waker::from(Arc::clone(&self.woken)),
         }
     }

@@ -68,6 +68,11 @@ pub enum Vmm {
     Qemu,
     /// QEMU's pc: virtio-pci, with a disk that is plugged in and out.
     QemuPlugged,
+    /// QEMU's pc: virtio-pci, with a guest that begins here or comes from another QEMU.
+    QemuMoved {
+        /// True if the guest comes from another QEMU.
+        is_target: bool,
+    },
     /// Alioth: virtio-pci, never connects again.
     Alioth(PathBuf),
     /// Cloud Hypervisor: virtio-pci, connects again.
@@ -116,7 +121,7 @@ impl Vmm {
     /// Returns true if the monitor connects again by itself, with the state of the guest's disk.
     #[must_use]
     pub fn connects_again(&self) -> bool {
-        matches!(self, Self::Qemu | Self::QemuPlugged | Self::CloudHypervisor(_))
+        !matches!(self, Self::Alioth(_) | Self::Firecracker(_))
     }
 
     /// Returns true if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no
@@ -147,6 +152,21 @@ impl Vmm {
                     .args(QEMU)
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory", "-qmp"])
                     .arg(format!("unix:{},server=on,wait=off", monitor.display()));
+            }
+            Self::QemuMoved { is_target } => {
+                let monitor = folder.join("qmp");
+                command
+                    .args(QEMU)
+                    .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory"])
+                    .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
+                    .args([
+                        "-device",
+                        "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on",
+                    ])
+                    .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+                if *is_target {
+                    command.args(["-incoming", "defer"]);
+                }
             }
             Self::Alioth(program) => {
                 // The serial port needs a terminal.
@@ -256,7 +276,14 @@ impl KvmGuest {
     /// # Errors
     /// If the guest finds an error, stands still, or has ended.
     pub fn wait_rounds(&mut self, more: u64) -> Result<()> {
-        let wanted = self.round() + more;
+        self.wait_for_round(self.round() + more)
+    }
+
+    /// Waits until this round is over.
+    ///
+    /// # Errors
+    /// If the guest finds an error, stands still, or has ended.
+    pub fn wait_for_round(&mut self, wanted: u64) -> Result<()> {
         let mut ended = None;
         let waited = retry(LIMIT, || {
             let console = self.console();
@@ -286,6 +313,74 @@ impl Drop for KvmGuest {
     }
 }
 
+/// The monitor of [`Vmm::QemuMoved`], which moves its guest.
+pub struct Mover(channel::QmpMonitor);
+
+impl Mover {
+    /// Connects to the monitor of a guest.
+    ///
+    /// # Errors
+    /// If QEMU does not listen in time.
+    pub fn new(guest: &KvmGuest) -> Result<Self> {
+        connect(guest).map(Self)
+    }
+
+    /// Makes a target accept its guest on `socket`.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn accept(&mut self, socket: &Path) -> Result<()> {
+        self.0.execute_with("migrate-incoming", &json!({"uri": uri(socket)}))?;
+        Ok(())
+    }
+
+    /// Begins to move the guest to the target at `socket`, at most this many bytes in a second.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn begin(&mut self, socket: &Path, bytes_per_second: u64) -> Result<()> {
+        let limit = json!({"max-bandwidth": bytes_per_second});
+        self.0.execute_with("migrate-set-parameters", &limit)?;
+        self.0.execute_with("migrate", &json!({"uri": uri(socket)}))?;
+        Ok(())
+    }
+
+    /// Cancels the move. The guest continues here.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn cancel(&mut self) -> Result<()> {
+        self.0.execute("migrate_cancel")?;
+        Ok(())
+    }
+
+    /// Waits until the move has this status.
+    ///
+    /// # Errors
+    /// If it does not get the status in time.
+    pub fn wait_for(&mut self, status: &str) -> Result<()> {
+        retry(LIMIT, || {
+            let answer = self.0.execute("query-migrate")?;
+            ensure!(answer["status"] == status, "the move is not {status}: {answer}");
+            Ok(())
+        })
+    }
+}
+
+fn uri(socket: &Path) -> String {
+    format!("unix:{}", socket.display())
+}
+
+fn connect(guest: &KvmGuest) -> Result<channel::QmpMonitor> {
+    let mut stream = None;
+    retry(START_LIMIT, || {
+        stream = Some(UnixStream::connect(guest.folder.path().join("qmp"))?);
+        Ok(())
+    })?;
+    let stream = stream.context("the monitor of QEMU")?;
+    channel::QmpMonitor::new(stream, StopFlag::default())
+}
+
 /// Plugs in and out the disk of [`Vmm::QemuPlugged`].
 pub struct HotPlug(channel::QmpMonitor);
 
@@ -295,13 +390,7 @@ impl HotPlug {
     /// # Errors
     /// If QEMU does not listen in time.
     pub fn new(guest: &KvmGuest) -> Result<Self> {
-        let mut stream = None;
-        retry(START_LIMIT, || {
-            stream = Some(UnixStream::connect(guest.folder.path().join("qmp"))?);
-            Ok(())
-        })?;
-        let stream = stream.context("the monitor of QEMU")?;
-        Ok(Self(channel::QmpMonitor::new(stream, StopFlag::default())?))
+        connect(guest).map(Self)
     }
 
     /// Plugs in the disk that is served on `socket`.

@@ -80,7 +80,7 @@ pub(crate) enum OpenError {
     Failed(Error),
 }
 
-fn in_use(path: &Path, conflict: &Conflict) -> Error {
+pub(super) fn in_use(path: &Path, conflict: &Conflict) -> Error {
     let (by, is_user_known) = match (conflict, holders(path, matches!(conflict, Conflict::Locked)))
     {
         // Further users may have the file open, too.
@@ -137,19 +137,30 @@ fn bytes(read_only: bool) -> [Vec<i64>; 2] {
 /// Locks `file`, which must be open for reading. Returns false if its file system has no locks.
 /// After a conflict it has no locks: a file that another program has opened stays open, and would
 /// be taken for the holder of the lock.
-pub(crate) fn lock(file: &File, path: &Path, read_only: bool) -> Result<bool, Conflict> {
+pub(crate) fn lock(file: &impl AsRawFd, path: &Path, read_only: bool) -> Result<bool, Conflict> {
     let [own, opposite] = bytes(read_only);
     let locked = try_lock(file, path, &own, &opposite);
     if locked.is_err() {
-        for byte in own {
-            // Fails only if the file system has no locks.
-            let _ = set_lock(file, libc::F_UNLCK, byte);
-        }
+        unlock(file, read_only);
     }
     locked
 }
 
-fn try_lock(file: &File, path: &Path, own: &[i64], opposite: &[i64]) -> Result<bool, Conflict> {
+/// Releases the locks of [`lock`].
+pub(super) fn unlock(file: &impl AsRawFd, read_only: bool) {
+    let [own, _] = bytes(read_only);
+    for byte in own {
+        // Fails only if the file system has no locks.
+        let _ = set_lock(file, libc::F_UNLCK, byte);
+    }
+}
+
+fn try_lock(
+    file: &impl AsRawFd,
+    path: &Path,
+    own: &[i64],
+    opposite: &[i64],
+) -> Result<bool, Conflict> {
     for byte in own {
         match set_read_lock(file, *byte) {
             Ok(()) => {}
@@ -202,11 +213,11 @@ fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
     }
 }
 
-fn set_read_lock(file: &File, byte: i64) -> io::Result<()> {
+fn set_read_lock(file: &impl AsRawFd, byte: i64) -> io::Result<()> {
     set_lock(file, libc::F_RDLCK, byte)
 }
 
-fn set_lock(file: &File, kind: libc::c_int, byte: i64) -> io::Result<()> {
+fn set_lock(file: &impl AsRawFd, kind: libc::c_int, byte: i64) -> io::Result<()> {
     let lock = byte_lock(kind, byte);
     // SAFETY: the descriptor is open, and the kernel reads the structure only during the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
@@ -216,7 +227,7 @@ fn set_lock(file: &File, kind: libc::c_int, byte: i64) -> io::Result<()> {
 }
 
 /// Returns true if another open file has a lock on the byte.
-fn is_locked(file: &File, byte: i64) -> bool {
+fn is_locked(file: &impl AsRawFd, byte: i64) -> bool {
     let mut lock = byte_lock(libc::F_WRLCK, byte);
     // SAFETY: the descriptor is open, and the kernel uses the structure only during the call.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };

@@ -106,6 +106,7 @@ impl Process {
             threads: vec![io.remote()],
             rules: MappingRules::default(),
             examiner: Arc::default(),
+            run_lock: None,
             waker: Waker::noop().clone(),
         };
         Self { io, setup }

@@ -1,0 +1,52 @@
+//! Rings run only while the session has the right to write to its disks.
+
+use std::sync::Arc;
+use std::task::Poll;
+
+use super::Connection;
+use crate::ring::{RingState, keep_first};
+
+impl Connection {
+    /// Returns true if a ring may start. Otherwise it starts when the lock is taken.
+    pub(super) fn may_run(&mut self, ring: usize) -> bool {
+        let has_memory = self.memory.map.num_regions() > 0;
+        if self.setup.run_lock.is_none() || self.run_lock.is_held() {
+            return true;
+        }
+        if !has_memory || !self.rings[ring].is_due() {
+            // It does not start anyway.
+            return true;
+        }
+        self.run_lock.want();
+        self.held_back.push(ring);
+        false
+    }
+
+    /// Begins to release the lock if the front-end has stopped all rings.
+    pub(super) fn release_when_stopped(&mut self) {
+        let is_over = |ring: &RingState| !ring.settings.started && ring.is_stopped();
+        if self.rings.iter().all(is_over) {
+            self.run_lock.begin_release(&self.setup.examiner, &self.setup.waker);
+        }
+    }
+
+    /// Continues to take or release the lock. Returns true while that is not done.
+    pub(super) fn awaits_lock(&mut self) -> bool {
+        let Some(lock) = self.setup.run_lock.as_ref().map(Arc::clone) else { return false };
+        match self.run_lock.poll(&lock, &self.setup.examiner, &self.setup.waker) {
+            Poll::Pending => return true,
+            Poll::Ready(Ok(true)) => {
+                for ring in std::mem::take(&mut self.held_back) {
+                    self.start_ring(ring);
+                }
+            }
+            Poll::Ready(Ok(false)) => {}
+            Poll::Ready(Err(error)) => {
+                self.held_back.clear();
+                self.lacks_lock = true;
+                keep_first(&mut self.failure, error);
+            }
+        }
+        false
+    }
+}

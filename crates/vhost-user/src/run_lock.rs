@@ -1,0 +1,137 @@
+//! The lock that a session holds while its queues run.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Poll, Waker};
+
+use device::oneshot;
+
+use super::examiner::Examiner;
+
+/// A lock that a session holds while any of its queues may run: the right to write to its disks.
+/// Both calls may wait, and are made on threads of their own.
+pub trait RunLock: Send + Sync {
+    /// Takes the lock for a user, whose number is above that of earlier ones.
+    ///
+    /// # Errors
+    ///
+    /// If it is not free in time, or the user has released it already.
+    fn take(&self, user: u64) -> io::Result<()>;
+
+    /// Ends the use of a user, who may not have the lock yet.
+    fn release(&self, user: u64);
+}
+
+/// The number of the last user.
+static USERS: AtomicU64 = AtomicU64::new(0);
+
+/// The lock of one session.
+#[derive(Default)]
+pub(super) struct SessionLock {
+    state: State,
+    /// True if rings wait for the lock.
+    is_wanted: bool,
+}
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Free,
+    Taking(User, oneshot::Receiver<io::Result<()>>),
+    Held(User),
+    Releasing(User, oneshot::Receiver<()>),
+}
+
+/// A use of a lock. Dropping it does not end the use: another process may have taken it over, and
+/// the lock with it.
+#[derive(Clone)]
+struct User {
+    lock: Arc<dyn RunLock>,
+    number: u64,
+}
+
+/// Ends a use when it is dropped.
+struct Ended(User);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.lock.release(self.0.number);
+    }
+}
+
+impl SessionLock {
+    pub(super) fn is_held(&self) -> bool {
+        matches!(self.state, State::Held(_))
+    }
+
+    /// Has [`poll`](Self::poll) take the lock.
+    pub(super) fn want(&mut self) {
+        self.is_wanted = true;
+    }
+
+    /// Begins to release the lock if it is held.
+    pub(super) fn begin_release(&mut self, examiner: &Examiner, waker: &Waker) {
+        self.state = match std::mem::take(&mut self.state) {
+            State::Held(user) => {
+                let ended = Ended(user.clone());
+                let released = examiner.lock(move || drop(ended));
+                released.wake(waker);
+                State::Releasing(user, released)
+            }
+            other => other,
+        };
+    }
+
+    /// Ends the use of the lock, in any state, without waiting.
+    pub(super) fn end(&mut self, examiner: &Examiner) {
+        self.is_wanted = false;
+        match std::mem::take(&mut self.state) {
+            State::Free => {}
+            State::Taking(user, _) | State::Held(user) | State::Releasing(user, _) => {
+                examiner.close(Ended(user));
+            }
+        }
+    }
+
+    /// Continues to take or release the lock. Ready with true if it has just been taken, with false
+    /// if nothing is to be done.
+    pub(super) fn poll(
+        &mut self,
+        lock: &Arc<dyn RunLock>,
+        examiner: &Examiner,
+        waker: &Waker,
+    ) -> Poll<io::Result<bool>> {
+        match std::mem::take(&mut self.state) {
+            State::Taking(user, taken) => match taken.check() {
+                Poll::Pending => self.state = State::Taking(user, taken),
+                Poll::Ready(Some(Ok(()))) => {
+                    (self.state, self.is_wanted) = (State::Held(user), false);
+                    return Poll::Ready(Ok(true));
+                }
+                Poll::Ready(failed) => {
+                    self.is_wanted = false;
+                    let no_thread = || io::Error::other("no thread takes the lock");
+                    let error = failed.and_then(Result::err);
+                    return Poll::Ready(Err(error.unwrap_or_else(no_thread)));
+                }
+            },
+            State::Releasing(user, released) if released.check().is_pending() => {
+                self.state = State::Releasing(user, released);
+            }
+            State::Held(user) => {
+                self.state = State::Held(user);
+                return Poll::Ready(Ok(false));
+            }
+            State::Free | State::Releasing(..) if !self.is_wanted => return Poll::Ready(Ok(false)),
+            State::Free | State::Releasing(..) => {
+                let number = USERS.fetch_add(1, Ordering::Relaxed) + 1;
+                let (user, lock) = (User { lock: Arc::clone(lock), number }, Arc::clone(lock));
+                let taken = examiner.lock(move || lock.take(number));
+                taken.wake(waker);
+                self.state = State::Taking(user, taken);
+            }
+        }
+        Poll::Pending
+    }
+}
