@@ -74,3 +74,26 @@ impl<T> IndexMut<EngineKind> for ByEngine<T> {
         &mut self.0[engine as usize]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk that comes later has more than its guaranteed part at once.
+    #[test]
+    fn a_busy_disk_leaves_a_part_of_the_common_room() {
+        let mut shares = Shares { guaranteed: 4, common: 40, taken: 0 };
+        let grow = |shares: &mut Shares| {
+            let mut units = 0;
+            while shares.have_room(units, units + 1) {
+                shares.charge(units, units + 1);
+                units += 1;
+            }
+            units
+        };
+        let all = [(); 4].map(|()| grow(&mut shares));
+        assert_eq!(all, [36, 11, 5, 4], "a lane may have four times the free room");
+        shares.release(36, 0);
+        assert_eq!(shares.taken, 8);
+    }
+}

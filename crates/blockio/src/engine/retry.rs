@@ -101,4 +101,26 @@ mod tests {
         retry.on_completion();
         assert!(!retry.is_blocked(now) && retry.retry_at().is_none());
     }
+
+    /// Rare refusals, however many, do not add up to a failure.
+    #[test]
+    fn only_refusals_in_a_row_give_up() {
+        let (mut retry, mut now) = (Retry::default(), Instant::now());
+        let mut refuse = |retry: &mut Retry| {
+            assert!(!retry.on_refused(0, now));
+            let wait = retry.retry_at().unwrap() - now;
+            now += wait;
+            wait.as_millis()
+        };
+        for is_last in [false, false, true] {
+            let waits = (0..RETRIES).map(|_| refuse(&mut retry)).collect::<Vec<_>>();
+            assert_eq!(waits, [1, 2, 4, 8, 16, 32, 64, 64]);
+            if is_last {
+                assert!(retry.on_refused(0, Instant::now()), "the pool takes over");
+            } else {
+                retry.on_accepted();
+            }
+            assert!(!retry.awaits_event());
+        }
+    }
 }
