@@ -220,3 +220,44 @@ impl Drop for Counted {
         self.budget.wake_first();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::task::Wake;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// A queue that waits sleeps. Its own events may never come.
+    #[test]
+    fn each_way_to_room_wakes_the_first_queue_in_line() {
+        let budget = Arc::new(DataBudget::new(100));
+        let woken = [(); 3].map(|()| Arc::<Woken>::default());
+        let take_woken = || woken.each_ref().map(|woken| woken.0.swap(false, Ordering::Relaxed));
+        let queues = [(); 3].map(|()| QueueDataBudget::new(Arc::clone(&budget), Arc::default()));
+        let mut counted = Vec::new();
+        for ((queue, woken), bytes) in queues.iter().zip(&woken).zip([100, 0, 0]) {
+            let (bytes, has_room) = queue.count_zeroes(bytes, &Arc::clone(woken).into());
+            assert!(!has_room);
+            counted.push(bytes);
+        }
+        assert_eq!(take_woken(), [false; 3]);
+        counted.clear();
+        assert_eq!(take_woken(), [true, false, false], "requests have ended");
+        assert!(!queues[1].has_room(), "it passes the first");
+        assert!(queues[0].has_room());
+        assert_eq!(take_woken(), [false, true, false], "the first has its room");
+        queues[1].cancel_wait();
+        assert_eq!(take_woken(), [false, false, true], "the second has left the line");
+        assert!(queues[2].has_room() && budget.wait_queue.lock().waiting.is_empty());
+    }
+}

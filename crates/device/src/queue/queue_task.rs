@@ -498,6 +498,22 @@ mod tests {
         assert_eq!(scene.wait(&stopped), 3);
     }
 
+    /// The ring is lost, and the chains that are left with it.
+    #[test]
+    fn a_queue_with_a_broken_ring_stops_though_inherited_requests_are_left() {
+        let mut scene = Scene::new();
+        let heads = [(); 3].map(|()| scene.offer_without_kick(&buffer()));
+        take_elsewhere(&mut scene);
+        let endless = Desc::writable(DATA, 8).then(heads[1]);
+        scene.driver.ring().put_desc(heads[1], endless);
+        let gate = Rc::new(Gate::default());
+        gate.open();
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.turn(10);
+        assert_eq!(gate.popped.get(), 1);
+        let _ = scene.wait(&handle.begin_final_stop());
+    }
+
     /// The next start finds none of these chains in the avail ring.
     #[test]
     fn a_queue_does_not_stop_before_it_has_done_inherited_requests() {
@@ -820,6 +836,38 @@ mod tests {
         scenes[1].turn(10);
         assert_eq!(scenes[1].wait(&handle.begin_final_stop()), 1);
         assert_eq!(gates[1].popped.get(), 1);
+    }
+
+    /// Otherwise a busy queue would keep the others waiting for ever.
+    #[test]
+    fn a_large_request_that_comes_late_waits_behind_those_of_other_queues() {
+        let mut scenes = [Scene::new(), Scene::new(), Scene::new()];
+        let data_budget = Arc::new(DataBudget::new(1 << 20));
+        let gates = [(); 3].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        for (scene, gate) in scenes.iter_mut().zip(&gates) {
+            scene.data_budget = Arc::clone(&data_budget);
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+        }
+        let popped = || gates.each_ref().map(|gate| gate.popped.get());
+        for scene in &mut scenes[..2] {
+            scene.offer(&large());
+            scene.turn(10);
+        }
+        gates[0].open();
+        scenes[0].turn(10);
+        scenes[2].offer(&large());
+        scenes[2].turn(10);
+        assert_eq!(popped(), [1, 0, 0], "there is room, and the second queue is first in line");
+        for turns in [1, 2] {
+            scenes[turns].turn(10);
+            gates[turns].open();
+            scenes[turns].turn(10);
+        }
+        for (scene, handle) in scenes.iter().zip(&handles) {
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 1);
+        }
+        assert_eq!(popped(), [1, 1, 1]);
     }
 
     #[test]

@@ -131,6 +131,17 @@ mod tests {
         assert!(!is_kept(), "nothing has begun");
     }
 
+    /// Both would wait for ever.
+    #[test]
+    fn a_wait_ends_when_the_last_request_begins_to_wait_for_it() {
+        let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
+        barrier.add_token(Box::new(Rc::clone(&token)), 2);
+        barrier.suspend(7, 2);
+        assert_eq!(Rc::strong_count(&token), 2, "another is not answered");
+        barrier.suspend(8, 2);
+        assert_eq!(Rc::strong_count(&token), 1);
+    }
+
     #[test]
     fn a_wait_for_requests_excludes_later_ones() {
         let barrier = RequestBarrier::default();

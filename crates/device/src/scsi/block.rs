@@ -392,7 +392,6 @@ pub(super) async fn write_same(
         let mut left = whole;
         while let Some(step) = left.take(ZEROES_STEP_BYTES, block) {
             task.check()?;
-            check_still(&local.disk, step)?;
             let result = disk.write_zeroes(step.offset, step.bytes, unmaps).await;
             let asked = DiskUse::writes("write zeroes", step.lba);
             result.map_err(|error| range_error(&local.disk, step, asked, error))?;

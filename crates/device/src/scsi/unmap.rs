@@ -2,7 +2,7 @@
 
 use blockio::Disk;
 
-use super::block::{Range, check_still, check_writable, make_durable, range, range_error};
+use super::block::{Range, check_writable, make_durable, range, range_error};
 use super::cdb::Cdb;
 use super::outcome::{Data, Effect, Failure, TaskHandle};
 use super::request_queue::LocalUnit;
@@ -38,7 +38,6 @@ pub(super) async fn unmap(
     let disk = local.disk.with_requester(&disk_task);
     for range @ Range { lba, offset, bytes } in ranges {
         task.check()?;
-        check_still(&local.disk, range)?;
         let result = disk.discard(offset, bytes).await;
         let asked = DiskUse::writes("unmap", lba);
         result.map_err(|error| range_error(&local.disk, range, asked, error))?;
