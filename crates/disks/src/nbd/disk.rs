@@ -16,12 +16,7 @@ use super::link::{ConnectionChoice, Handle};
 use super::loaned_op::{Borrower, LoanedMemory, decode};
 use super::pipe::{Pipe, Ticket, key_of};
 use super::requests::IssuedRequest;
-use super::wire::{
-    Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Framing, Request,
-};
-
-/// The longest range of a request that moves no data, if lengths have 32 bits.
-const RANGE_BYTES_MAX: u64 = 1 << 31;
+use super::wire::{Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Request};
 
 /// Zeroes that are written at once to a server without a command for them.
 const ZEROES_BYTES: u64 = 1 << 20;
@@ -187,10 +182,7 @@ impl NbdDisk {
         mut offset: u64,
         mut len: u64,
     ) -> io::Result<()> {
-        let most = match self.facts.framing {
-            Framing::Extended => u64::MAX,
-            _ => RANGE_BYTES_MAX,
-        };
+        let most = self.facts.framing.range_bytes_max();
         while len > 0 {
             let part = len.min(most);
             let request = Request { command, flags, offset, len: part };
@@ -294,10 +286,7 @@ impl Driver for NbdDisk {
         if self.facts.context.is_none() {
             return Box::pin(std::future::ready(Ok(Extent::data(len))));
         }
-        let len = match self.facts.framing {
-            Framing::Extended => len,
-            _ => len.min(RANGE_BYTES_MAX),
-        };
+        let len = len.min(self.facts.framing.range_bytes_max());
         let (command, flags) = (Command::BlockStatus, FLAG_ONE_EXTENT);
         Box::pin(async move {
             let request = Request { command, flags, offset, len };

@@ -26,6 +26,19 @@ pub(super) enum DrainSignal {
     Nothing,
 }
 
+impl Broken {
+    /// The reason, and the information that the connection can still give about changes of its
+    /// requests. `None`: there are no changes any more.
+    pub(super) fn into_reason_and_signal(self) -> (String, Option<DrainSignal>) {
+        match self {
+            Self::Gone(why) => (why, None),
+            Self::Unusable(why) => (why, Some(DrainSignal::Close)),
+            Self::Late(why) | Self::Silent(why) => (why, Some(DrainSignal::Answers)),
+            Self::Cut(why) => (why, Some(DrainSignal::Nothing)),
+        }
+    }
+}
+
 /// Starts a task that waits until the server has answered the changes of an abandoned connection,
 /// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
 pub(super) fn drain(
@@ -161,15 +174,37 @@ impl AbandonedConnection {
                 }
                 Ok(true) => pipe.io.wake_me(),
                 Ok(false) => {}
-                Err(Broken::Gone(_)) => break,
-                Err(Broken::Cut(_)) => *signal = DrainSignal::Nothing,
-                Err(Broken::Unusable(_) | Broken::Late(_) | Broken::Silent(_)) => {
-                    *signal = DrainSignal::Close;
-                    flow.half_close();
-                    pipe.io.wake_me();
-                }
+                Err(broken) => match broken.into_reason_and_signal().1 {
+                    None => break,
+                    Some(DrainSignal::Nothing) => *signal = DrainSignal::Nothing,
+                    Some(DrainSignal::Answers | DrainSignal::Close) => {
+                        *signal = DrainSignal::Close;
+                        flow.half_close();
+                        pipe.io.wake_me();
+                    }
+                },
             }
             pipe.io.suspend().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A newer change of the same place must not overtake one that the server may still make.
+    #[test]
+    fn only_a_close_by_the_server_rules_out_further_changes() {
+        let why = || "why".to_owned();
+        for (broken, left) in [
+            (Broken::Gone(why()), None),
+            (Broken::Unusable(why()), Some(DrainSignal::Close)),
+            (Broken::Late(why()), Some(DrainSignal::Answers)),
+            (Broken::Silent(why()), Some(DrainSignal::Answers)),
+            (Broken::Cut(why()), Some(DrainSignal::Nothing)),
+        ] {
+            assert_eq!(broken.into_reason_and_signal(), (why(), left));
         }
     }
 }

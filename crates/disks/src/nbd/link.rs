@@ -140,19 +140,6 @@ fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Brok
     Ended { why, was_useful, unflushed, again, held }
 }
 
-impl Broken {
-    /// The reason, and the information that the connection can still give about changes of its
-    /// requests. `None`: there are no changes any more.
-    fn into_reason_and_signal(self) -> (String, Option<DrainSignal>) {
-        match self {
-            Self::Gone(why) => (why, None),
-            Self::Unusable(why) => (why, Some(DrainSignal::Close)),
-            Self::Late(why) | Self::Silent(why) => (why, Some(DrainSignal::Answers)),
-            Self::Cut(why) => (why, Some(DrainSignal::Nothing)),
-        }
-    }
-}
-
 impl Pipe {
     /// The longest time of a request.
     pub(super) fn deadline(&self) -> Option<Duration> {
@@ -453,26 +440,6 @@ impl Pipe {
                 tracing::info!("{name}: the server answers again, after {} s", after.as_secs());
             }
             None => {}
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A newer change of the same place must not overtake one that the server may still make.
-    #[test]
-    fn only_a_close_by_the_server_rules_out_further_changes() {
-        let why = || "why".to_owned();
-        for (broken, left) in [
-            (Broken::Gone(why()), None),
-            (Broken::Unusable(why()), Some(DrainSignal::Close)),
-            (Broken::Late(why()), Some(DrainSignal::Answers)),
-            (Broken::Silent(why()), Some(DrainSignal::Answers)),
-            (Broken::Cut(why()), Some(DrainSignal::Nothing)),
-        ] {
-            assert_eq!(broken.into_reason_and_signal(), (why(), left));
         }
     }
 }

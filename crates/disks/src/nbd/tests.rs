@@ -4,6 +4,7 @@ mod abandoned;
 mod deadlines;
 mod durable;
 mod flags;
+mod held;
 mod homes;
 mod large_reads;
 mod rerouting;

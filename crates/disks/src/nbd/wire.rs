@@ -43,6 +43,16 @@ pub(super) enum Framing {
     Extended,
 }
 
+impl Framing {
+    /// The most bytes of a request without data: lengths have 32 bits without extended headers.
+    pub(super) fn range_bytes_max(self) -> u64 {
+        match self {
+            Self::Extended => u64::MAX,
+            Self::Simple | Self::Structured => 1 << 31,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Command {
     Read,
@@ -318,6 +328,18 @@ mod tests {
             assert_eq!(request.end(), 4608);
             let last = Request { offset: u64::MAX - 1, ..request };
             assert_eq!(last.changed_range().is_some(), is_change, "it ends with the numbers");
+        }
+    }
+
+    /// A guest discards its whole disk at once.
+    #[test]
+    fn the_longest_range_of_each_framing_has_a_length() {
+        for framing in [Framing::Simple, Framing::Structured, Framing::Extended] {
+            let len = framing.range_bytes_max();
+            assert!(len.is_multiple_of(4096) || len == u64::MAX, "the rest is aligned");
+            let request = Request { command: Command::Trim, flags: 0, offset: 0, len };
+            let encoded = request.encode(7, framing);
+            assert!(encoded.as_bytes().ends_with(&len.to_be_bytes()[4..]), "{framing:?}");
         }
     }
 
