@@ -181,6 +181,37 @@ mod tests {
         image
     }
 
+    /// A file that is missing here is opened with the rights of the other process.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn every_file_of_a_disk_is_opened_and_keys_only_to_be_read() {
+        let luks = "luks,key-file=/no/key,header=/no/header,over=/no/a";
+        for (disk, expected) in [
+            ("/no/a", vec![("/no/a", false)]),
+            ("raw,offset=1M,over=/no/a", vec![("/no/a", false)]),
+            (luks, vec![("/no/key", true), ("/no/header", true), ("/no/a", false)]),
+            ("qcow2:/no/a", vec![("/no/a", false)]),
+            ("null:1M", vec![]),
+            ("nbd://host/x", vec![]),
+            ("rbd:p/i,conf=/no/conf", vec![]),
+        ] {
+            let mut opened = Vec::new();
+            let open = &mut |path: &Path, options: &DiskOptions| {
+                assert_eq!(options.read_only, options.no_lock, "a lock is for writes");
+                opened.push((path.to_owned(), options.read_only));
+                Ok(File::open("/dev/null")?)
+            };
+            let spec = DiskSpec::parse(disk).unwrap();
+            let files = open_files(&spec, &DiskOptions::default(), open).unwrap();
+            let expected: Vec<_> = expected
+                .into_iter()
+                .map(|(path, is_read)| (PathBuf::from(path), is_read))
+                .collect();
+            assert_eq!(opened, expected, "{disk}");
+            assert!(files.iter().map(|file| &file.0).eq(expected.iter().map(|file| &file.0)));
+        }
+    }
+
     /// The process that serves the disk looks for the name in the image.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

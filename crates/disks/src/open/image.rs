@@ -369,6 +369,48 @@ mod tests {
         assert!(find(None, &BackingFiles::Beside, &secret).is_err());
     }
 
+    /// The caller opens files for the daemon, and does not widen the name of the disk.
+    #[test]
+    fn a_passed_file_is_a_backing_file_only_where_the_disk_may_have_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, base) = (folder.path().join("disk.qcow2"), folder.path().join("base"));
+        [&image, &base].iter().for_each(|path| std::fs::write(path, "").unwrap());
+        let named = BackingFiles::Named(vec!["base".into()]);
+        let all = [BackingFiles::None, BackingFiles::Beside, BackingFiles::Anywhere, named];
+        for (allowed, is_found) in all.iter().zip([false, true, true, true]) {
+            let passed = vec![(base.clone(), File::open(&base).unwrap())];
+            let files = FileTable::new(passed, true);
+            let files = Some(&files);
+            let image = Some(&*image);
+            let (is_in_file, seen) = (true, Vec::new());
+            let mut finder = BackingSearch { image, allowed, is_in_file, seen, files, look: None };
+            assert_eq!(finder.find("base", image).is_ok(), is_found, "{allowed:?}");
+        }
+    }
+
+    /// A loop need not lead to the topmost image.
+    #[test]
+    fn a_file_that_comes_again_is_a_loop() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        ["top", "middle", "base"].iter().for_each(|name| std::fs::write(path(name), "").unwrap());
+        std::os::unix::fs::symlink("middle", path("link")).unwrap();
+        let (image, allowed) = (path("top"), BackingFiles::Beside);
+        let image = Some(&*image);
+        let mut finder = BackingSearch {
+            image,
+            allowed: &allowed,
+            is_in_file: true,
+            seen: Vec::new(),
+            files: None,
+            look: None,
+        };
+        finder.find("middle", image).unwrap();
+        finder.find("base", image).unwrap();
+        let error = finder.find("link", image).unwrap_err().to_string();
+        assert!(error.contains("form a loop through") && error.contains("middle"), "{error}");
+    }
+
     /// The image selects one of the listed files, and nothing else.
     #[test]
     fn only_listed_backing_files_are_found() {
