@@ -62,6 +62,36 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     scene.end();
 }
 
+/// A region of the front-end takes the place of the daemon's own one.
+#[test]
+fn the_daemon_keeps_no_region_of_its_own_beside_that_of_the_front_end() {
+    for is_negotiated in [false, true] {
+        let region = if is_negotiated { 0 } else { protocol_feature::INFLIGHT_SHMFD };
+        let base = if is_negotiated { 0 } else { protocol_feature::GET_VRING_BASE_INFLIGHT };
+        let mut scene = Scene::new(PROTOCOL_FEATURES & !(region | base));
+        scene.connection.keeps_own_region = true;
+        scene.connection.prepare_own_region();
+        assert!(scene.connection.own_region.is_none(), "no ring can start without memory");
+        let memory = scene.memory();
+        assert_eq!(scene.tell(&Request::AddMemReg(super::region()), memory), Ended::Done);
+        scene.connection.prepare_own_region();
+        assert_eq!(scene.connection.own_region.is_none(), is_negotiated);
+        scene.end();
+    }
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.connection.keeps_own_region = true;
+    scene.start();
+    assert!(scene.connection.own_region.is_some(), "rings have started without a region");
+    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+        panic!("it was refused");
+    };
+    let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
+    assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![file]), Ended::Done);
+    assert!(scene.connection.own_region.is_none() && scene.connection.inflight.is_some());
+    assert!(scene.connection.rings.iter().all(RingState::is_running));
+    scene.end();
+}
+
 /// Otherwise the queue would not run, and the guest would wait for ever.
 #[test]
 fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {

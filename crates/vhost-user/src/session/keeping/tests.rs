@@ -192,6 +192,30 @@ fn read_answer(socket: &mut UnixStream) -> Vec<u8> {
     body
 }
 
+/// Continues the session in another process, from the last state. With `is_known`, the killed
+/// process had noted that it sent its answer.
+fn next_process(kept: &Mutex<Kept>, is_known: bool) -> (Process, Session) {
+    let next = Process::new();
+    let mut last = std::mem::take(&mut *kept.lock().unwrap());
+    let mut state: SessionState = serde_json::from_str(&last.state.unwrap()).unwrap();
+    if last.is_sent && is_known {
+        state.forget_answer();
+    }
+    let fds = std::mem::take(&mut last.fds);
+    let mut fds = PassedFds::new(vec![String::new(); fds.len()], fds);
+    let setup = next.setup.clone();
+    let session = Session::continue_killed(state, setup, &mut fds, Instant::now()).unwrap();
+    (next, session)
+}
+
+/// A keeper that dies at this moment.
+fn mortal(kept: &Arc<Mutex<Kept>>, death: (usize, bool)) -> Box<Mortal> {
+    Box::new(Mortal { kept: Arc::clone(kept), begun: Vec::new(), death })
+}
+
+/// A moment that never comes.
+const NEVER: (usize, bool) = (usize::MAX - 1, true);
+
 /// Runs the script, with a death at this moment. Returns the answers and the number of moments.
 fn run(death: (usize, bool)) -> (Vec<Vec<u8>>, usize) {
     let memory = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
@@ -202,9 +226,8 @@ fn run(death: (usize, bool)) -> (Vec<Vec<u8>>, usize) {
     let mut process = Process::new();
     let mut session = Session::new(ours, process.setup.clone(), Instant::now());
     let kept = Arc::<Mutex<Kept>>::default();
-    let mortal = |death| Mortal { kept: Arc::clone(&kept), begun: Vec::new(), death };
     // The first state is there before a message can come.
-    session.keep_with(Box::new(mortal((death.0 + 1, death.1))));
+    session.keep_with(mortal(&kept, (death.0 + 1, death.1)));
     let mut answers = Vec::new();
     for (request, fds, is_answered) in script(&memory, &events) {
         let has_answer = matches!(
@@ -213,20 +236,11 @@ fn run(death: (usize, bool)) -> (Vec<Vec<u8>>, usize) {
         );
         send(&theirs, &request, &fds, is_answered && !has_answer && answers.len() >= 2);
         if !process.drive(&mut session) {
-            let next = Process::new();
-            let mut last = std::mem::take(&mut *kept.lock().unwrap());
-            let mut state: SessionState = serde_json::from_str(&last.state.unwrap()).unwrap();
-            if last.is_sent {
-                state.forget_answer();
-            }
-            let fds = std::mem::take(&mut last.fds);
-            let mut fds = PassedFds::new(vec![String::new(); fds.len()], fds);
-            let setup = next.setup.clone();
-            let going_on = Session::continue_killed(state, setup, &mut fds, Instant::now());
+            let (next, going_on) = next_process(&kept, true);
             // The dead process closes nothing: its queues would stop.
-            std::mem::forget(std::mem::replace(&mut session, going_on.unwrap()));
+            std::mem::forget(std::mem::replace(&mut session, going_on));
             std::mem::forget(std::mem::replace(&mut process, next));
-            session.keep_with(Box::new(mortal((usize::MAX, true))));
+            session.keep_with(mortal(&kept, (usize::MAX, true)));
             session.begin_resume();
             assert!(process.drive(&mut session), "it died again");
         }
@@ -238,17 +252,21 @@ fn run(death: (usize, bool)) -> (Vec<Vec<u8>>, usize) {
     let queues = session.describe().queues;
     assert_eq!(queues[0].state, QueueState::Running);
     assert!(session.connection.own_region.is_some());
-    session.begin_end();
-    while !matches!(session.progress(Instant::now()), SessionProgress::Ended(_)) {
-        let _ = process.io.turn(Wait::Never).unwrap();
-    }
+    end(process, session);
     let moments = kept.lock().unwrap().moments;
     (answers, moments)
 }
 
+fn end(process: Process, mut session: Session) {
+    session.begin_end();
+    while !matches!(session.progress(Instant::now()), SessionProgress::Ended(_)) {
+        let _ = process.io.turn(Wait::Never).unwrap();
+    }
+}
+
 #[test]
 fn a_front_end_does_not_notice_a_kill_at_any_moment() {
-    let (expected, moments) = run((usize::MAX - 1, true));
+    let (expected, moments) = run(NEVER);
     assert!(moments > 40, "{moments}");
     for moment in 0..moments - 1 {
         for is_kept in [false, true] {
@@ -256,4 +274,56 @@ fn a_front_end_does_not_notice_a_kill_at_any_moment() {
             assert_eq!(answers, expected, "killed at {moment}, {is_kept}");
         }
     }
+}
+
+/// The process sends the rest of its answers when the socket has room, and dies then.
+#[test]
+fn an_answer_that_was_sent_in_parts_is_not_sent_again() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
+    let process = Process::new();
+    let mut session = Session::new(ours, process.setup.clone(), Instant::now());
+    let kept = Arc::<Mutex<Kept>>::default();
+    session.keep_with(mortal(&kept, NEVER));
+    let mut unread = 0;
+    while !session.channel.has_output() {
+        send(&theirs, &Request::GetFeatures, &[], false);
+        assert_eq!(session.progress(Instant::now()), SessionProgress::Handled);
+        unread += 1;
+    }
+    while unread > 0 {
+        let _ = read_answer(&mut theirs);
+        assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
+        unread -= 1;
+    }
+    assert!(!session.channel.has_output());
+    let (next, going_on) = next_process(&kept, true);
+    std::mem::forget((process, std::mem::replace(&mut session, going_on)));
+    session.begin_resume();
+    assert!(next.drive(&mut session));
+    assert!(theirs.read(&mut [0]).is_err(), "an answer came twice");
+    end(next, session);
+}
+
+/// The process dies between the sending of an answer and the note about it.
+#[test]
+fn a_front_end_that_has_sent_its_next_message_has_its_answer() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let process = Process::new();
+    let mut session = Session::new(ours, process.setup.clone(), Instant::now());
+    let kept = Arc::<Mutex<Kept>>::default();
+    session.keep_with(mortal(&kept, NEVER));
+    send(&theirs, &Request::GetFeatures, &[], false);
+    assert!(process.drive(&mut session));
+    let features = read_answer(&mut theirs);
+    send(&theirs, &Request::GetProtocolFeatures, &[], false);
+    let (next, going_on) = next_process(&kept, false);
+    std::mem::forget((process, std::mem::replace(&mut session, going_on)));
+    session.begin_resume();
+    assert!(next.drive(&mut session));
+    assert_ne!(read_answer(&mut theirs), features);
+    assert!(theirs.read(&mut [0]).is_err(), "an answer came twice");
+    end(next, session);
 }
