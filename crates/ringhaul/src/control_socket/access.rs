@@ -414,7 +414,13 @@ mod tests {
     fn new_files_of_members_come_below_folders_of_the_daemon() {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
-        for (folder, mode) in [("own", 0o755), ("own/open", 0o777), ("own/open/sub", 0o755)] {
+        for (folder, mode) in [
+            ("own", 0o755),
+            ("own/open", 0o777),
+            ("own/open/sub", 0o755),
+            ("own/group", 0o775),
+            ("own/all", 0o757),
+        ] {
             std::fs::create_dir(at(folder)).unwrap();
             std::fs::set_permissions(at(folder), Permissions::from_mode(mode)).unwrap();
         }
@@ -427,6 +433,8 @@ mod tests {
             ("own/open/file", true, Err("can replace files in")),
             ("own/open/sub/socket", false, Err("can replace files in")),
             ("own/open/sub/file", true, Err("can replace files in")),
+            ("own/group/file", true, Err("can replace files in")),
+            ("own/all/file", true, Err("can replace files in")),
             ("own/link/socket", false, Err("cannot examine")),
             ("own/../file", true, Err("without '..'")),
             ("", false, Err("it is a folder")),
@@ -449,6 +457,7 @@ mod tests {
             "qcow2,over=rbd:pool/image",
             "luks,key-file=/key,over=nbd,socket=/run/server",
             "raw,over=luks,key-fd=9,over=/disk",
+            "nbd,host=h,tls=on,tls-certificates=/no/tls",
         ] {
             let spec = DiskSpec::parse(disk).unwrap();
             assert!(check_kinds(&spec).is_err(), "{disk}");

@@ -127,7 +127,7 @@ fn parts(path: &Path) -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::{lchown, symlink};
+    use std::os::unix::fs::{FileTypeExt, lchown, symlink};
 
     use blockio::disk::Folder;
 
@@ -229,6 +229,18 @@ mod tests {
         for name in ["link", "../secret"] {
             let error = open(Path::new(name), &options).unwrap_err().to_string();
             assert!(error.contains("is outside the folder"), "{error}");
+        }
+        // Devices beside one are further disks of the machine.
+        let mut devices = fs::read_dir("/dev").unwrap().map(|entry| entry.unwrap());
+        let is_open = |device: &fs::DirEntry| {
+            device.file_type().is_ok_and(|kind| kind.is_block_device())
+                && File::open(device.path()).is_ok()
+        };
+        if let Some(device) = devices.find(is_open) {
+            let within = Some(Folder::open(Path::new("/dev")).unwrap());
+            let options = DiskOptions { within, no_lock: true, ..options };
+            let error = open(device.file_name().as_ref(), &options).unwrap_err().to_string();
+            assert!(error.contains("is not a regular file"), "{error}");
         }
     }
 }

@@ -32,7 +32,11 @@ struct Kept {
 impl Keeper {
     /// Asks the service manager to store a new stash under this name.
     pub(super) fn new(name: String, export: ExportSpec) -> io::Result<Self> {
-        let (file, mut stash) = (RecordFile::new()?, Stash::new(name)?);
+        Self::with_stash(Stash::new(name)?, export)
+    }
+
+    pub(super) fn with_stash(mut stash: Stash, export: ExportSpec) -> io::Result<Self> {
+        let file = RecordFile::new()?;
         let record = stash.put(file.as_fd())?;
         let kept = Some(Kept { file, record, stash, known: HashMap::new() });
         Ok(Self { export, kept, begun: Vec::new(), fds: HashSet::new() })

@@ -5,8 +5,9 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::{Value, json};
-use vhost_user::{FdIndex, SessionState};
+use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
 
+use super::keeper::Keeper;
 use super::passed::KilledSession;
 use super::record::{self, HALF_BYTES, HEADER_BYTES, Record, RecordFile, SENT_BYTES};
 use super::stash::{Number, Stash};
@@ -207,4 +208,54 @@ fn the_newest_session_of_an_export_is_found() {
         .map(|mut session| count_of(&session.fds.take(FdIndex::new(0)).unwrap()))
         .collect();
     assert_eq!(found, [8, 7]);
+}
+
+/// A closed descriptor and a new one may have the same number. The next process would wait for the
+/// kicks of a queue at a wrong eventfd.
+#[test]
+fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
+    let stash = Stash::new_unstored("test".to_owned()).unwrap();
+    let ends = stash.ends();
+    let mut keeper = Keeper::with_stash(stash, export(DeviceSpec::Blk(disk(512)))).unwrap();
+    let (mut reused, lasting) = (counted(1), counted(2));
+    let mut keep = |fds: &[&OwnedFd]| {
+        keeper.begin();
+        for fd in fds {
+            let _ = keeper.put("test", fd.as_fd()).unwrap();
+        }
+        keeper.keep(Ok(session(&[])));
+    };
+    keep(&[&reused, &lasting]);
+    keep(&[&lasting]);
+    rustix::io::dup3(counted(3), &mut reused, rustix::io::DupFlags::CLOEXEC).unwrap();
+    keep(&[&reused, &lasting]);
+    let passed = ends.map(|end| ("rh-1".to_owned(), end)).into();
+    let mut found = super::passed::sessions(passed);
+    assert_eq!(found.len(), 1);
+    for (index, count) in [(0, 3), (1, 2)] {
+        assert_eq!(count_of(&found[0].fds.take(FdIndex::new(index)).unwrap()), count);
+    }
+}
+
+/// A process that is killed when it begins to keep a session leaves an older state too.
+#[test]
+fn an_export_continues_its_newest_session_and_no_other() {
+    let killed = |name: &str, output: u8| {
+        let export =
+            ExportSpec { name: Some(name.to_owned()), ..export(DeviceSpec::Blk(disk(512))) };
+        KilledSession::of(export, session(&[output]))
+    };
+    let (next, all) = (Default::default(), vec![killed("a", 3), killed("b", 2), killed("a", 1)]);
+    let store = super::FdStore { next, killed: blockio::executor::Lock::new(all) };
+    let take = |name: &str| {
+        let state = store.take_killed(&killed(name, 0).export)?.state?;
+        Some(serde_json::to_value(&state).unwrap()["channel"]["output"][0].clone())
+    };
+    assert_eq!(take("a"), Some(json!(3)));
+    assert_eq!(take("a"), None, "it would continue a session that is over");
+    store.retain_killed(&[killed("b", 0).export]);
+    assert_eq!(take("b"), Some(json!(2)));
+    *store.killed.lock() = vec![killed("a", 1)];
+    store.retain_killed(&[killed("b", 0).export]);
+    assert_eq!(take("a"), None, "its export is gone");
 }

@@ -276,16 +276,24 @@ fn by_one_name(path: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
 
     use disks::open::CancelToken;
 
     use super::*;
     use crate::control::export_log::ExportLog;
-    use crate::spec::UnitSettings;
+    use crate::spec::{FileRecord, UnitSettings};
 
     fn make(device: DeviceSpec, shared_disks: &SharedDisks) -> Result<Device> {
         let settings = ExportSettings { no_lock: true, ..ExportSettings::default() };
+        make_with(device, settings, shared_disks)
+    }
+
+    fn make_with(
+        device: DeviceSpec,
+        settings: ExportSettings,
+        shared_disks: &SharedDisks,
+    ) -> Result<Device> {
         let endpoint = EndpointSpec::Path("test.sock".into());
         let spec = ExportSpec { name: None, endpoint, device, settings };
         let disks = spec
@@ -315,5 +323,32 @@ mod tests {
         let error = make(blk, &SharedDisks::default()).err().unwrap().to_string();
         assert!(error.contains("cannot load the persistent reservations in"), "{error}");
         assert!(error.contains("disk.reservations"), "{error}");
+    }
+
+    /// A member opens its disk by itself. The file beside it would be opened, or made, with the
+    /// rights of the daemon.
+    #[test]
+    fn the_disk_of_a_member_has_no_reservations_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, beside] = ["disk", "disk.reservations"].map(|name| folder.path().join(name));
+        fs::write(&disk, [0; 4096]).unwrap();
+        fs::write(&beside, "{}").unwrap();
+        let file = File::open(&disk).unwrap();
+        for files in [None, Some(vec![FileRecord::new(&disk, &file).unwrap()])] {
+            let is_of_member = files.is_some();
+            let settings = ExportSettings {
+                files: files.clone(),
+                no_lock: true,
+                read_only: true,
+                ..ExportSettings::default()
+            };
+            let device = DeviceSpec::Blk(DiskSpec::File(disk.clone()));
+            let made = make_with(device, settings, &SharedDisks::default());
+            assert_eq!(made.is_ok(), is_of_member);
+            let settings = UnitSettings { files, ..UnitSettings::default() };
+            let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk.clone()), settings };
+            let has_none = matches!(unit.reservations(), ReservationStorage::Shared(None));
+            assert_eq!(has_none, is_of_member);
+        }
     }
 }

@@ -208,6 +208,23 @@ mod tests {
         });
     }
 
+    /// The first export of a disk may only read it.
+    #[test]
+    fn a_disk_that_one_of_its_exports_writes_is_written() {
+        let a = new_file();
+        let read_part = |offset: u64| DiskSource::raw(file(a.path(), true), offset, None).unwrap();
+        let shared_disks = SharedDisks::default();
+        let read = shared_disks.access(&file(a.path(), true)).unwrap();
+        let beside = shared_disks.access(&read_part(MIB)).unwrap();
+        let error = shared_disks.access(&file(a.path(), false)).map(drop).unwrap_err().to_string();
+        assert!(error.contains("it overlaps"), "{error}");
+        drop(beside);
+        let written = shared_disks.access(&file(a.path(), false)).unwrap();
+        assert!(Arc::ptr_eq(&read, &written));
+        let error = shared_disks.access(&read_part(MIB)).map(drop).unwrap_err().to_string();
+        assert!(error.contains("it overlaps"), "{error}");
+    }
+
     #[test]
     fn parts_that_overlap_are_refused_if_one_is_writable() {
         let a = new_file();

@@ -227,6 +227,31 @@ mod tests {
         (found.dev(), found.ino())
     }
 
+    /// The socket belongs to the group of the daemon's process if it was given to no other one.
+    #[test]
+    fn an_access_list_is_for_the_two_groups_alone() {
+        const READ_WRITE: u16 = 6;
+        for (has_owner, of_owning_group) in [(false, 0), (true, READ_WRITE)] {
+            let list = access_list(has_owner, 77);
+            let (version, entries) = list.split_at(4);
+            assert_eq!(version, [2, 0, 0, 0]);
+            let entries = entries.chunks(8).map(|entry| {
+                let [kind, rights] =
+                    [0, 2].map(|at| u16::from_le_bytes([entry[at], entry[at + 1]]));
+                let id = u32::from_le_bytes(*entry[4..].first_chunk().unwrap());
+                (kind, rights, id)
+            });
+            let all = [
+                (1, READ_WRITE, u32::MAX),
+                (4, of_owning_group, u32::MAX),
+                (8, READ_WRITE, 77),
+                (16, READ_WRITE, u32::MAX),
+                (32, 0, u32::MAX),
+            ];
+            assert!(entries.eq(all), "{has_owner}: {list:?}");
+        }
+    }
+
     #[test]
     fn folders_that_others_can_write_to_are_refused() {
         let folder = tempfile::tempdir().unwrap();

@@ -302,9 +302,11 @@ mod tests {
         assert!(matches!(ownership.begin_command(), Err(CommandError::HandedOver(7))));
         ask(5);
         ownership.run_or_pass_on(PassedOn::End, || panic!("it is passed on"));
+        // A begun change would keep the stream open.
+        assert!(begun.try_recv().is_err(), "the other process was to carry it out");
         drop(ownership);
         let lines: Vec<String> = BufReader::new(theirs).lines().map(Result::unwrap).collect();
-        assert!(begun.try_recv().is_err() && lines.len() == 3, "{lines:?}");
+        assert_eq!(lines.len(), 3, "{lines:?}");
         for (line, what) in lines.iter().zip(["reload", "reload", "end"]) {
             assert!(line.contains(&format!(r#""params":"{what}""#)), "{line}");
         }
