@@ -132,6 +132,22 @@ fn a_passed_socket_serves_an_export() -> Result<()> {
     Ok(())
 }
 
+/// `--fd` names a socket that the manager passes, too.
+#[test]
+fn a_passed_socket_may_have_a_number_in_place_of_a_name() -> Result<()> {
+    let folders = test_folders()?;
+    let vm = folders.socket("vm.sock");
+    let listener = UnixListener::bind(&vm)?;
+    let mut command = serve_passed(&listener, "unknown")?;
+    command.args(["--name", "vm1", "--fd", "3", "--blk-file"]);
+    let mut daemon = Running::serve(command.arg(folders.disk("disk.img", DISK_BYTES)?))?;
+    run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(!log.contains("the service manager passes the socket"), "{log}");
+    Ok(())
+}
+
 #[test]
 fn a_passed_control_socket_is_used() -> Result<()> {
     let folders = test_folders()?;
@@ -145,7 +161,8 @@ fn a_passed_control_socket_is_used() -> Result<()> {
         let mut ctl = ringhaul()?;
         run(ctl.args(["ctl", "--control"]).arg(&control).args(words))?.expect_code(0)?;
     }
-    daemon.finish()?.expect_code(0)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(!log.contains("the service manager passes the socket"), "{log}");
     ensure!(control.exists(), "the manager's socket is gone");
     Ok(())
 }

@@ -85,6 +85,11 @@ impl Client {
         Ok(self.0.get_mut().write_all(format!("{request}\n").as_bytes())?)
     }
 
+    /// The daemon cannot send anything more.
+    pub(super) fn stop_reading(&self) -> Result<()> {
+        Ok(self.0.get_ref().shutdown(std::net::Shutdown::Read)?)
+    }
+
     pub(super) fn answer(&mut self) -> Result<Value> {
         let mut line = String::new();
         // Descriptors arrive with empty lines, and are lost here.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
 use ringhaul_kit::frontend::{Frontend, Setup};
+use ringhaul_kit::service_manager::ServiceManager;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -204,4 +205,51 @@ fn a_file_is_read_again_after_a_takeover() -> Result<()> {
     }
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// The process that has taken over knows nothing of them.
+#[test]
+fn requests_that_wait_for_a_takeover_have_their_answers_before_the_old_process_ends() -> Result<()>
+{
+    let folders = test_folders()?;
+    let daemon = Running::serve(&mut begin(&folders)?)?;
+    let mut heir = Client::new(&folders)?;
+    heir.begin()?;
+    let waiting = || -> Result<Client> {
+        let mut client = Client::new(&folders)?;
+        client.call("ping", &json!({}))?;
+        client.send("export.remove", &json!({ "export": "absent" }))?;
+        Ok(client)
+    };
+    let waiting = (0..12).map(|_| waiting()).collect::<Result<Vec<_>>>()?;
+    for method in ["takeover.pause", "takeover.take"] {
+        let answer = heir.call(method, &json!(null))?;
+        ensure!(answer["error"].is_null(), "{method}: {answer}");
+    }
+    for mut client in waiting {
+        let answer = client.answer()?;
+        let says = answer["error"]["message"].as_str().unwrap_or_default();
+        ensure!(says.contains(&format!("process {}", std::process::id())), "{answer}");
+    }
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
+/// A new process that dies when it takes over has never been the main process of the service.
+#[test]
+fn a_process_that_takes_no_answer_does_not_remain_the_main_process() -> Result<()> {
+    let folders = test_folders()?;
+    let mut command = begin(&folders)?;
+    let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
+    let mut daemon = Running::serve(&mut command)?;
+    let mut heir = begin_paused_takeover(&folders)?;
+    heir.stop_reading()?;
+    heir.send("takeover.take", &json!(null))?;
+    for process in [std::process::id(), daemon.pid().as_raw_pid().cast_unsigned()] {
+        manager.wait_for(&format!("MAINPID={process}\n"))?;
+    }
+    daemon.wait_for("does not take over")?;
+    let answer = Client::new(&folders)?.call("set", &json!({}))?;
+    ensure!(answer["error"].is_null(), "{answer}");
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
 }

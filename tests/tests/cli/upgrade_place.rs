@@ -2,14 +2,20 @@
 //! process, whoever runs `ctl`.
 
 use std::fs;
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, ringhaul, ringhaul_under, run};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::can_change_system;
-use rustix::process::Signal;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::process::{Pid, PidfdFlags, Signal, getegid, geteuid, pidfd_open};
 use serde_json::{Value, json};
 
 use super::control::Client;
@@ -86,6 +92,8 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     let mut command = ringhaul_under(&unshare)?;
     command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
     command.arg(folders.socket("vm.sock"));
+    // A sandbox rules out new privileges by itself.
+    command.args(["--sandbox", "off"]);
     command.arg("--control").arg(&control).env("RINGHAUL_PLACE", "of the daemon");
     command.env("GCONV_PATH", "/nowhere");
     let daemon = Running::serve(&mut command)?;
@@ -98,7 +106,7 @@ fn a_successor_takes_the_place_of_the_daemon() -> Result<()> {
     ensure!(shared <= 3, "the test shows little: {own:#?} {expected:#?}");
     let mut ctl = ringhaul()?;
     ctl.env("CALLER", "of ctl").args(["ctl", "--control"]).arg(&control).arg("upgrade");
-    run(ctl.arg(ringhaul_binary()?))?.expect_code(0)?;
+    run(ctl.args(["--sandbox", "off"]).arg(ringhaul_binary()?))?.expect_code(0)?;
     let new = process(&control)?;
     ensure!(new != old, "it has not been replaced");
     let found = place(new)?;
@@ -172,5 +180,36 @@ fn a_successor_outlives_a_killed_caller() -> Result<()> {
     ensure!(process(&control)? != old, "the old process serves");
     Client::new(&control)?.call("shutdown", &json!({}))?;
     daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Another process, with other rights, may have the id of a daemon that has ended.
+#[test]
+fn the_place_of_a_daemon_that_has_ended_is_not_taken() -> Result<()> {
+    let mut ended = Command::new("true").spawn()?;
+    let daemon = pidfd_open(Pid::from_child(&ended), PidfdFlags::empty())?;
+    ended.wait()?;
+    let (mut ours, theirs) = UnixStream::pair()?;
+    let mut successor = {
+        let mut command = Command::new(ringhaul_binary()?);
+        // The command keeps the end of the child open.
+        command.arg("become-successor").stdin(OwnedFd::from(theirs)).spawn()?
+    };
+    let start = json!({ "process": 1, "control": "/", "directory": "/", "log-options": [],
+        "environment": {} });
+    let (user, group) = (geteuid().as_raw(), getegid().as_raw());
+    let instructions = json!({ "daemon": std::process::id(), "user": user, "group": group,
+        "program": "/bin/false", "start": start, "caller": { "variables": {} } });
+    let null = fs::File::open("/dev/null")?;
+    let fds = [daemon.as_fd(), null.as_fd(), null.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    ensure!(control.push(SendAncillaryMessage::ScmRights(&fds)), "there is room");
+    let line = format!("{instructions}\n");
+    sendmsg(&ours, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::empty())?;
+    let mut error = String::new();
+    ours.read_to_string(&mut error)?;
+    successor.wait()?;
+    ensure!(error.contains("the daemon has ended"), "it has begun a program: {error}");
     Ok(())
 }

@@ -60,18 +60,22 @@ fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
     let shown = daemon.call("export.show", &json!({ "export": params["export"] }));
     let Ok(Ok(shown)) = shown else { return OpenedFiles::default() };
     let is_stated = unit.settings.read_only.is_some();
-    let is_on = |key: &str| shown[key].as_bool().unwrap_or(false);
-    let export = ExportSettings {
-        read_only: is_on("read-only"),
-        no_lock: is_on("no-lock"),
-        ..ExportSettings::default()
-    };
-    let opened = OpenedFiles::of_unit(&unit, &export, is_foreign);
+    let opened = OpenedFiles::of_unit(&unit, &settings_of(&shown), is_foreign);
     match daemon.owner() {
         Some(owner) if is_foreign && geteuid().is_root() && !is_stated => {
             withhold_unwritable(opened, owner)
         }
         _ => opened,
+    }
+}
+
+/// The settings of a shown export that apply to files of its units.
+fn settings_of(shown: &Value) -> ExportSettings {
+    let is_on = |key: &str| shown[key].as_bool().unwrap_or(false);
+    ExportSettings {
+        read_only: is_on("read-only"),
+        no_lock: is_on("no-lock"),
+        ..ExportSettings::default()
     }
 }
 
@@ -102,4 +106,24 @@ fn may_write(found: &Metadata, user: u32, group: u32) -> bool {
         (false, false) => 0o002,
     };
     user == 0 || found.mode() & bit != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use ringhaul::spec::{DeviceSpec, EndpointSpec};
+
+    use super::*;
+
+    /// The file of a new unit is opened as the daemon would open it.
+    #[test]
+    fn a_shown_export_has_the_settings_of_files() {
+        for (read_only, no_lock) in [(false, false), (true, false), (false, true)] {
+            let settings = ExportSettings { read_only, no_lock, ..ExportSettings::default() };
+            let endpoint = EndpointSpec::Path("/vm.sock".into());
+            let device = DeviceSpec::Scsi(Vec::new());
+            let spec = ExportSpec { name: None, endpoint, device, settings };
+            let found = settings_of(&serde_json::to_value(spec).unwrap());
+            assert_eq!((found.read_only, found.no_lock), (read_only, no_lock));
+        }
+    }
 }
