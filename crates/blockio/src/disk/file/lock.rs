@@ -357,6 +357,18 @@ mod tests {
         assert!(lock(&second, named.path(), false).unwrap() && is_held(&second));
     }
 
+    /// A caller may pass a file that it has never locked.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_that_is_checked_for_its_lock_has_it() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::options().read(true).write(true).open(named.path()).unwrap();
+        let (first, second) = (open(), open());
+        assert!(is_still_locked(&first));
+        assert!(matches!(lock(&second, named.path(), false), Err(Conflict::Locked)));
+        assert!(matches!(lock(&second, named.path(), true), Err(Conflict::Locked)));
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_user_excludes_only_its_own_opens() {
