@@ -460,6 +460,30 @@ mod tests {
         made.is_ok().then_some(file)
     }
 
+    /// The data below would show in the new part.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_over_a_larger_file_does_not_grow() {
+        for (bytes_below, grows) in [(4 << 20, true), (8 << 20, true), (9 << 20, false)] {
+            let Some(file) = image() else { return };
+            let below = tempfile::NamedTempFile::new().unwrap();
+            below.as_file().set_len(bytes_below).unwrap();
+            let mut rebase = Command::new("qemu-img");
+            rebase.args(["rebase", "-u", "-F", "raw", "-b"]).arg(below.path()).arg(file.path());
+            assert!(rebase.status().unwrap().success());
+            let open = |path: &Path, read_only| {
+                let options =
+                    DiskOptions { holds_image: true, read_only, ..DiskOptions::default() };
+                DiskSource::file(path, &options).unwrap()
+            };
+            let top = Layer::qcow2(open(file.path(), false)).unwrap();
+            let layers = vec![top, Layer::raw(open(below.path(), true))];
+            let image = crate::qcow2::open(layers, false).unwrap();
+            assert_eq!(image.set_size(10 << 20, || ()).is_ok(), grows, "{bytes_below}");
+            assert_eq!(image.info().size_bytes, if grows { 10 << 20 } else { 8 << 20 });
+        }
+    }
+
     /// The owner has a thread, which has the file open, too.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
