@@ -331,7 +331,7 @@ mod tests {
         }
     }
 
-    /// A guest discards its whole disk at once.
+    /// A whole disk may be discarded at once.
     #[test]
     fn the_longest_range_of_each_framing_has_a_length() {
         for framing in [Framing::Simple, Framing::Structured, Framing::Extended] {

@@ -497,27 +497,3 @@ fn no_field_of_a_session_is_lost_on_its_way() {
     new.end();
     scene.end();
 }
-
-/// The next process carries the message out as this one would have.
-#[test]
-fn no_field_of_a_kept_message_is_lost() {
-    let (scene, channel) = in_use();
-    let (code, body) = Request::SetVringErr { index: 1, has_fd: true }.encode();
-    let header = Header::new(code, body.len()).with_need_reply();
-    let bytes = [&header.encode()[..], &body].concat();
-    let why = "the limit on open files is reached";
-    let message = Message {
-        header,
-        body,
-        fds: vec![PeerFd::new(new_eventfd(), Arc::clone(&scene.examiner))],
-        lost_fds: Some(why.to_owned()),
-    };
-    let mut fds = PassedFds::default();
-    let (connection, message) = (&scene.connection, Some(&message));
-    let state = SessionState::for_keeper(&channel, connection, true, message, &mut fds).unwrap();
-    let state = serde_json::to_value(&state).unwrap();
-    assert_eq!(state["channel"]["input"], serde_json::json!(bytes));
-    assert_eq!(state["channel"]["lost-fds"], why);
-    assert_eq!(state["channel"]["fds"].as_array().map(Vec::len), Some(1));
-    scene.end();
-}
