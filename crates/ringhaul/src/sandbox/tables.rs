@@ -95,8 +95,8 @@ pub(super) const TABLES: &[Table] = &[
 /// A call that a debugger has the kernel skip. It has the result that the debugger chooses.
 const SKIPPED: c_long = 0xffff_ffff;
 
-/// Memory, locks, clocks and signals, the use of open descriptors, the end of a thread, of the
-/// process, and the handlers of signals. (`calls.rs` adds memory that is not executable.)
+/// Memory, which is locked for keys, locks, clocks, signals, the use of open descriptors, the end
+/// of a thread and of the process. (`calls.rs` adds memory that is not executable.)
 const COMMON: &[c_long] = &[
     libc::SYS_write,
     libc::SYS_read,
@@ -119,7 +119,10 @@ const COMMON: &[c_long] = &[
     libc::SYS_madvise,
     libc::SYS_membarrier,
     libc::SYS_memfd_create,
+    libc::SYS_mlock,
+    libc::SYS_mlock2,
     libc::SYS_mremap,
+    libc::SYS_munlock,
     libc::SYS_munmap,
     libc::SYS_nanosleep,
     libc::SYS_ppoll,
@@ -190,8 +193,6 @@ const DATA: &[c_long] = &[
     libc::SYS_fsync,
     libc::SYS_ioctl,
     libc::SYS_lseek,
-    libc::SYS_mlock,
-    libc::SYS_munlock,
     libc::SYS_newfstatat,
     libc::SYS_readv,
     libc::SYS_statx,
