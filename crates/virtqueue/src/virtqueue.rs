@@ -13,7 +13,7 @@ use crate::split::{QueueConfig, SplitQueue};
 /// The methods are those of [`SplitQueue`] and [`PackedQueue`].
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the variants are named like their types")]
-#[expect(clippy::large_enum_variant, reason = "split rings are the usual ones, and stay direct")]
+#[allow(clippy::large_enum_variant, reason = "split rings are the usual ones, and stay direct")]
 pub enum Virtqueue {
     Split(SplitQueue),
     Packed(PackedQueue),
