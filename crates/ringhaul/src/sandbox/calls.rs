@@ -366,6 +366,7 @@ pub(super) fn only(lists: &[&[libc::c_long]], action: SeccompAction) -> Result<B
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::OFlags;
     use rustix::io::Errno;
     use rustix::net::{AddressFamily as Family, SocketType as Type, socket};
     use rustix::process::{getpid, getppid, test_kill_process};
@@ -398,6 +399,49 @@ mod tests {
                 assert_eq!(rustix::fs::fchmod(&file, mode.into()), Err(Errno::PERM), "{mode:o}");
             }
         });
+    }
+
+    /// Such a message opens a connection to any server.
+    #[test]
+    fn no_message_opens_a_connection() {
+        use rustix::net::{
+            MMsgHdr, SendAncillaryBuffer, SendFlags, SocketFlags, send, sendmmsg, sendmsg,
+            socketpair,
+        };
+        let (ours, _theirs) =
+            socketpair(Family::UNIX, Type::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let opens = SendFlags::from_bits_retain(libc::MSG_FASTOPEN.cast_unsigned());
+        let mut rules = Rules::default();
+        rules.server(10809);
+        with_filter(rules, || {
+            let slices = [std::io::IoSlice::new(b"x")];
+            let none = &mut SendAncillaryBuffer::default();
+            for (flags, expected) in [(SendFlags::empty(), Ok(1)), (opens, Err(Errno::PERM))] {
+                assert_eq!(send(&ours, b"x", flags), expected);
+                assert_eq!(sendmsg(&ours, &slices, none, flags), expected);
+                let mut all = [MMsgHdr::new(&slices, none)];
+                assert_eq!(sendmmsg(&ours, &mut all, flags), expected);
+            }
+        });
+    }
+
+    /// The helper reads with more rights than the daemon.
+    #[test]
+    fn the_helper_opens_files_only_to_read_them() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "text").unwrap();
+        let open =
+            |flags| rustix::fs::openat(rustix::fs::CWD, file.path(), flags, 0o600.into()).map(drop);
+        let opened = || {
+            confine_helper().unwrap();
+            let read = OFlags::RDONLY;
+            let create = read | OFlags::CREATE;
+            [read, read | OFlags::TRUNC, create, OFlags::WRONLY, OFlags::RDWR].map(open)
+        };
+        let opened = std::thread::scope(|scope| scope.spawn(opened).join()).unwrap();
+        let denied = Err(Errno::PERM);
+        assert_eq!(opened, [Ok(()), denied, denied, denied, denied]);
+        assert_eq!(std::fs::read(&file).unwrap(), b"text");
     }
 
     #[test]

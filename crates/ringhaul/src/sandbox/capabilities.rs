@@ -41,3 +41,30 @@ pub(super) fn keep(needed: CapabilitySet) -> Result<()> {
         CapabilitySets { permitted: kept, effective: kept, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).context("cannot drop capabilities")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program that the daemon executes would have them.
+    #[test]
+    fn nothing_is_left_to_inherit() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let run = || {
+            let needed = CapabilitySet::IPC_LOCK;
+            let inheritable = CapabilitySet::SYS_ADMIN;
+            set_capabilities(None, CapabilitySets { inheritable, ..capabilities(None).unwrap() })
+                .unwrap();
+            let (permitted, effective) = (needed, needed);
+            set_capabilities(None, CapabilitySets { permitted, effective, inheritable }).unwrap();
+            assert_eq!(capabilities(None).unwrap().inheritable, inheritable);
+            keep(needed).unwrap();
+            let left = capabilities(None).unwrap();
+            assert_eq!((left.permitted, left.effective), (needed, needed));
+            assert!(left.inheritable.is_empty());
+        };
+        std::thread::scope(|scope| scope.spawn(run).join()).unwrap();
+    }
+}

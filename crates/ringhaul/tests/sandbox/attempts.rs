@@ -4,12 +4,15 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 use std::path::Path;
 
 use io_uring::{IoUring, opcode, types};
+use rustix::net::{RecvFlags, SendFlags, SocketType, sockopt};
 
 /// The surroundings of an attempt.
 pub(crate) struct Scene<'a> {
@@ -65,6 +68,43 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         let arguments = [program[0], program[1], program[2], std::ptr::null()];
         // SAFETY: the list and its texts are constants, and the list ends with a null.
         check(unsafe { libc::execv(program[0], arguments.as_ptr()) }.into())
+    }),
+    ("set a limit of another process", |_| {
+        let parent = std::os::unix::process::parent_id();
+        let none = std::ptr::null::<libc::c_void>();
+        let call = libc::SYS_prlimit64;
+        // SAFETY: without pointers, the call only checks its permission.
+        check(unsafe { libc::syscall(call, parent, libc::RLIMIT_NOFILE, none, none) })
+    }),
+    ("type into a terminal", |scene| {
+        let file = File::open(scene.folder.join("mine/disk"))?;
+        // SAFETY: the file is no terminal, so that the kernel reads nothing.
+        check_command(unsafe { libc::ioctl(file.as_raw_fd(), libc::TIOCSTI, c"x".as_ptr()) })
+    }),
+    ("paste into a terminal", |scene| {
+        let file = File::open(scene.folder.join("mine/disk"))?;
+        // SAFETY: as above.
+        check_command(unsafe { libc::ioctl(file.as_raw_fd(), libc::TIOCLINUX, c"x".as_ptr()) })
+    }),
+    ("send to an abstract socket", |scene| {
+        let address = SocketAddr::from_abstract_name(scene.name())?;
+        UnixDatagram::unbound()?.send_to_addr(b"x", &address).map(drop)
+    }),
+    ("have the helper connect to a socket", |scene| {
+        let path = scene.folder.join("others/server");
+        let request = [b"numbs", path.as_os_str().as_bytes()].concat();
+        // Without a sandbox there is no helper.
+        let Some(helper) = helper() else { return Ok(()) };
+        rustix::net::send(&helper, &request, SendFlags::empty())?;
+        let mut answer = [0; 64];
+        let (_, bytes) = rustix::net::recv(&helper, &mut answer, RecvFlags::empty())?;
+        match answer[..bytes] {
+            [_, _, _, _, b'f', ref code @ ..] => {
+                let code = code.try_into().map_or(libc::EIO, i32::from_ne_bytes);
+                Err(io::Error::from_raw_os_error(code))
+            }
+            _ => Ok(()),
+        }
     }),
     ("start a process", |_| {
         // SAFETY: the child ends at once.
@@ -137,6 +177,33 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         }
     }),
 ];
+
+impl Scene<'_> {
+    /// The name of an abstract socket that receives.
+    pub(crate) fn name(&self) -> Vec<u8> {
+        self.folder.as_os_str().as_bytes().to_vec()
+    }
+}
+
+/// The daemon's end of the connection to its helper.
+fn helper() -> Option<OwnedFd> {
+    let numbers = std::fs::read_dir("/proc/self/fd").ok()?.flatten();
+    let mut numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    numbers.find_map(|number: i32| {
+        // SAFETY: an open descriptor of this process is borrowed until the copy is made.
+        let fd = unsafe { BorrowedFd::borrow_raw(number) };
+        let is_helper = sockopt::socket_type(fd).is_ok_and(|kind| kind == SocketType::SEQPACKET);
+        if is_helper { fd.try_clone_to_owned().ok() } else { None }
+    })
+}
+
+/// The result of a command for a device, to a file that knows none.
+fn check_command(result: libc::c_int) -> io::Result<()> {
+    match check(result.into()) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Ok(()),
+        other => other,
+    }
+}
 
 fn check(result: libc::c_long) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }

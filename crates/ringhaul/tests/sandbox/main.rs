@@ -7,10 +7,12 @@
 mod attempts;
 mod unlisted;
 
-use std::os::unix::net::UnixListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use attempts::{ATTEMPTS, Scene};
 use blockio::{EngineKind, IoThreadConfig};
@@ -62,6 +64,9 @@ fn run(name: &str, mode: &str) -> Option<i32> {
         std::fs::write(folder.path().join(disk), [0; 1 << 16]).unwrap();
     }
     let _unix = UnixListener::bind(folder.path().join("others/server")).unwrap();
+    let scene = Scene { folder: folder.path(), port: 0 };
+    let _datagrams =
+        UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(scene.name()).unwrap()).unwrap();
     let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = tcp.local_addr().unwrap().port().to_string();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -69,16 +74,42 @@ fn run(name: &str, mode: &str) -> Option<i32> {
     command.status().unwrap().code()
 }
 
+/// Waits until the only child, the helper of the sandbox, has given up all rights except for those
+/// to see files of other processes.
+fn await_few_rights_of_helper() {
+    const SEES_FILES: u64 = 1 << 2 | 1 << 19;
+    let thread = rustix::thread::gettid().as_raw_pid();
+    let children = std::fs::read_to_string(format!("/proc/self/task/{thread}/children")).unwrap();
+    let start = Instant::now();
+    loop {
+        let status = format!("/proc/{}/status", children.trim());
+        let status = std::fs::read_to_string(status).unwrap();
+        let rights = ["CapPrm:", "CapEff:", "CapInh:"].map(|set| {
+            let bits = status.lines().find_map(|line| line.strip_prefix(set)).unwrap();
+            u64::from_str_radix(bits.trim(), 16).unwrap()
+        });
+        if rights.iter().all(|rights| rights & !SEES_FILES == 0) {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "the helper keeps its rights: {status}");
+        std::thread::yield_now();
+    }
+}
+
 /// Enters the sandbox of a daemon with the disk and the socket in the folder `mine`.
 fn enter_sandbox(mode: &str, folder: &Path) {
     let disk = format!("--blk-file={}", folder.join("mine/disk").display());
     let socket = format!("--socket-path={}", folder.join("mine/socket").display());
+    let sandbox_is_on = mode != "off";
     let mode = format!("--sandbox={mode}");
     let serve = ServeArgs::augment_args(clap::Command::new("serve"));
     let args =
         ServeArgs::from_arg_matches(&serve.get_matches_from(["serve", &disk, &socket, &mode]));
     let args = args.unwrap();
     serve::enter_sandbox(&args, None, &args.exports().unwrap()).unwrap();
+    if sandbox_is_on {
+        await_few_rights_of_helper();
+    }
 }
 
 fn attempt_in_sandbox(name: &str, mode: &str, folder: &Path, port: u16) -> ExitCode {
