@@ -1,16 +1,18 @@
 //! A write lock that is held only while requests may come, so that their source can move to another
 //! process.
 
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::fdatasync;
+use rustix::io::Errno;
 
 use super::lock::{in_use, lock, unlock};
 use crate::error::Error;
 use crate::executor::Lock;
-use crate::op::OpenFile;
+use crate::op::{OpKind, OpenFile};
 
 /// The longest wait for the lock. The previous process releases it before requests come here, so
 /// there is a wait only after a kill or a mistake.
@@ -68,19 +70,35 @@ impl LateLock {
     }
 
     /// Ends the use of a user. If the file is locked for that user, data that is still in caches is
-    /// written, for the next one may be on another machine. Then the lock is released.
+    /// written, for the next one may be on another machine. Then the lock is released. It stays if
+    /// data may be lost: the next process would report a flush of that data as a success.
     pub fn release(&self, user: u64) {
         let mut users = self.users.lock();
         users.ended = users.ended.max(user);
         if users.holder != Some(user) {
             return;
         }
-        if let Err(error) = fdatasync(self.file.as_fd()) {
+        if let Err(error) = self.sync() {
             let path = self.file.path().display();
-            tracing::warn!("{path}: its caches cannot be written before another user: {error}");
+            tracing::error!(
+                "{path}: the lock stays, because written data may be lost: {error}; the guest \
+                 cannot continue on another host; repair the storage and start the guest again"
+            );
+            return;
         }
         unlock(&self.file, false);
         users.holder = None;
+    }
+
+    /// Writes the caches. Fails, too, if data was lost before.
+    fn sync(&self) -> io::Result<()> {
+        let loss = self.file.loss();
+        let tracked = loss.begin(OpKind::Flush);
+        let synced = fdatasync(self.file.as_fd());
+        let errno = synced.map_or_else(Errno::raw_os_error, |()| 0);
+        loss.end_op(tracked, OpKind::Flush, errno, Instant::now());
+        synced?;
+        loss.check()
     }
 }
 
@@ -135,5 +153,22 @@ mod tests {
         let error = lock.take(2).unwrap_err().to_string();
         assert!(error.contains("has ended"), "{error}");
         assert!(is_free(disk.path()), "a late lock stays behind");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_loss_of_data_keeps_the_lock() {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let lock = late(disk.path());
+        lock.take(1).unwrap();
+        let loss = lock.file.loss();
+        let tracked = loss.begin(OpKind::Flush);
+        loss.end_op(tracked, OpKind::Flush, libc::EIO, Instant::now());
+        lock.release(1);
+        assert!(!is_free(disk.path()), "the next user would flush without an error");
+        lock.take(2).unwrap();
+        lock.release(2);
+        assert!(!is_free(disk.path()));
     }
 }
