@@ -37,12 +37,14 @@ pub mod open;
 pub mod qcow2;
 #[cfg(feature = "rbd")]
 pub mod rbd;
+#[cfg(any(feature = "luks", feature = "nbd-tls"))]
 pub mod secret_heap;
 pub mod spec;
 #[cfg(test)]
 #[cfg(feature = "luks")]
 mod stable_tests;
 #[cfg(test)]
+#[cfg(any(feature = "luks", feature = "nbd-tls"))]
 mod testing;
 
 pub use open::open;

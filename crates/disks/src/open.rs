@@ -37,6 +37,9 @@ pub fn open(name: &str, options: &DiskOptions) -> Result<DiskSource> {
 /// Opens a file with options that fit its place in a disk. [`DiskSource::file`] is the model.
 pub type OpenFile<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<DiskSource> + 'a;
 
+/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
+pub type LookUp<'a> = dyn Fn(&Path) -> Result<std::fs::File> + 'a;
+
 /// The opening of one disk with all its layers.
 pub struct DiskOpener<'a> {
     /// Options of the disk. Its files differ from them as their places demand.
@@ -168,6 +171,7 @@ mod image {
     use blockio::disk::Folder;
     use blockio::file::FileTable;
 
+    use super::LookUp;
     use crate::spec::BackingFiles;
 
     /// Fails: this program was built without images.
@@ -181,7 +185,7 @@ mod image {
         pub(super) file: Option<&'a Path>,
         pub(super) allowed: &'a BackingFiles,
         pub(super) files: Option<&'a FileTable>,
-        pub(super) look: Option<&'a dyn Fn(&Path) -> Result<std::fs::File>>,
+        pub(super) look: Option<&'a LookUp<'a>>,
     }
 
     /// Fails like [`is_image`].

@@ -10,6 +10,7 @@ use blockio::DiskOptions;
 #[cfg(feature = "qcow2")]
 use blockio::{DiskSource, file::FileTable};
 
+use super::LookUp;
 #[cfg(feature = "qcow2")]
 use super::image::{ImageFile, is_image, open_layers};
 use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
@@ -17,9 +18,6 @@ use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 /// Opens a file of a disk with options that fit its place.
 /// [`open_for_other`](blockio::disk::open_for_other) is the model.
 pub type OpenForOther<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<File> + 'a;
-
-/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
-pub type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens the files that a disk names, and the backing files of an image that lies in a file. Only
 /// headers of images are read. The names of the other process for the files are beside them.

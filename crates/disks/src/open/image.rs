@@ -15,6 +15,7 @@ use blockio::disk::Folder;
 use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
+use super::LookUp;
 use crate::qcow2::{self, Layer};
 use crate::spec::BackingFiles;
 
@@ -58,8 +59,6 @@ pub(super) struct ImageFile<'a> {
     /// The look-up of files for a program with fewer rights than this one.
     pub(super) look: Option<&'a LookUp<'a>>,
 }
-
-type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
 /// may be relative to a folder that it must not leave. With `is_deferred` another process still
