@@ -65,7 +65,7 @@ pub(super) const TABLES: &[Table] = &[
     },
     Table {
         threads: &["ringhaul-control"],
-        calls: &[COMMON, MESSAGES, FILES, EVENTS],
+        calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS],
         uses_disks: false,
     },
     Table {
@@ -76,7 +76,7 @@ pub(super) const TABLES: &[Table] = &[
     Table { threads: &["ringhaul-notify"], calls: &[COMMON, MESSAGES, SOCKETS], uses_disks: false },
     Table {
         threads: &["ringhaul-call", "ringhaul-map", "ringhaul-unmap"],
-        calls: &[COMMON, EVENTS, MEMORY],
+        calls: &[COMMON, EVENTS, MEMORY, MESSAGES, NAMES],
         uses_disks: false,
     },
     Table {
