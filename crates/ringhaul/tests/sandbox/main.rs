@@ -100,14 +100,14 @@ fn await_few_rights_of_helper() {
 fn enter_sandbox(mode: &str, folder: &Path) {
     let disk = format!("--blk-file={}", folder.join("mine/disk").display());
     let socket = format!("--socket-path={}", folder.join("mine/socket").display());
-    let sandbox_is_on = mode != "off";
+    let is_entered = !matches!(mode, "off" | "log");
     let mode = format!("--sandbox={mode}");
     let serve = ServeArgs::augment_args(clap::Command::new("serve"));
     let args =
         ServeArgs::from_arg_matches(&serve.get_matches_from(["serve", &disk, &socket, &mode]));
     let args = args.unwrap();
     serve::enter_sandbox(&args, None, &args.exports().unwrap()).unwrap();
-    if sandbox_is_on {
+    if is_entered {
         await_few_rights_of_helper();
     }
 }
