@@ -49,7 +49,7 @@ enum QueueState {
     Stopped(u16),
     Starting(Option<oneshot::Receiver<Result<QueueHandle, StartError>>>),
     Running(Option<QueueHandle>),
-    Stopping(Option<oneshot::Receiver<u16>>),
+    Stopping(Option<oneshot::Receiver<u32>>),
 }
 
 pub(crate) struct Export {
@@ -163,7 +163,8 @@ impl Export {
                     self.guest.set_running(index, true);
                     Ok(QueueState::Running(Some(handle)))
                 }),
-                QueueState::Stopping(Some(pending)) => pending.poll().map(|next_avail| {
+                QueueState::Stopping(Some(pending)) => pending.poll().map(|base| {
+                    let next_avail = u16::try_from(base).expect("the rings are split");
                     self.trace(|| format!("queue {index} stopped at {next_avail}"));
                     self.guest.set_stopped(index);
                     self.guest.note_marked(index);

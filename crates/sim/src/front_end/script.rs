@@ -6,7 +6,7 @@ use device::blk::config::WRITEBACK_OFFSET;
 use iomem::fits;
 use vhost_user::PROTOCOL_FEATURES;
 use vhost_user::message::{
-    Config, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
+    Config, F_LOG_ALL, F_PROTOCOL_FEATURES, Region, Request, RingAddresses, protocol_feature,
 };
 
 use super::{Disconnect, FrontEnd, OnReply, QueuedMessage};
@@ -51,7 +51,7 @@ impl FrontEnd {
     /// Sends the first messages of a connection.
     pub(super) fn set_up(&mut self) {
         self.user_base = self.rng.pick(&USER_BASES);
-        let offered = OnReply::Number(self.device.features() | F_PROTOCOL_FEATURES);
+        let offered = OnReply::Number(self.device.features() | F_PROTOCOL_FEATURES | F_LOG_ALL);
         self.push(Request::GetFeatures, offered);
         if self.has_protocol() {
             let left_out = if self.has_reply_ack() { 0 } else { protocol_feature::REPLY_ACK };
