@@ -320,11 +320,12 @@ fn limits(folders: &TestFolders) -> Result<Option<Scene>> {
 /// A block device whose every read takes some milliseconds.
 fn slow_block_device(folders: &TestFolders) -> Result<Option<Scene>> {
     let Some(fuse) = Fuse::mount()? else { return Ok(None) };
-    let device = LoopDevice::attach_with(&fuse.file(), &["--read-only"])?;
+    let device = LoopDevice::attach_with(&fuse.file(), &["--read-only", "--direct-io=on"])?;
     let mut command = command_under(folders, &[] as &[&str])?;
     let daemon = Running::serve(command.arg("--blk-file").arg(device.path()).arg("--read-only"))?;
-    fuse.slow_down(Duration::from_millis(5));
-    let load = load(folders, "--rw randread --iodepth 4")?;
+    // The device has requests while the daemon and its client wait for a CPU.
+    fuse.slow_down(Duration::from_millis(20));
+    let load = load(folders, "--rw randread --iodepth 32")?;
     Ok(Some(vec![Box::new(load), Box::new(daemon), Box::new(device), Box::new(fuse)]))
 }
 

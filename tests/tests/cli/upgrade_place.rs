@@ -199,7 +199,8 @@ fn the_place_of_a_daemon_that_has_ended_is_not_taken() -> Result<()> {
         "environment": {} });
     let (user, group) = (geteuid().as_raw(), getegid().as_raw());
     let instructions = json!({ "daemon": std::process::id(), "user": user, "group": group,
-        "program": "/bin/false", "start": start, "caller": { "variables": {} } });
+        "program": "/bin/false", "start": start, "caller": { "variables": {} },
+        "in_unit": false });
     let null = fs::File::open("/dev/null")?;
     let fds = [daemon.as_fd(), null.as_fd(), null.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
