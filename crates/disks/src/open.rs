@@ -37,9 +37,6 @@ pub fn open(name: &str, options: &DiskOptions) -> Result<DiskSource> {
 /// Opens a file with options that fit its place in a disk. [`DiskSource::file`] is the model.
 pub type OpenFile<'a> = dyn FnMut(&Path, &DiskOptions) -> Result<DiskSource> + 'a;
 
-/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
-pub type LookUp<'a> = dyn Fn(&Path) -> Result<std::fs::File> + 'a;
-
 /// The opening of one disk with all its layers.
 pub struct DiskOpener<'a> {
     /// Options of the disk. Its files differ from them as their places demand.
@@ -171,8 +168,10 @@ mod image {
     use blockio::disk::Folder;
     use blockio::file::FileTable;
 
-    use super::LookUp;
     use crate::spec::BackingFiles;
+
+    /// The look-up of files, as for builds with images.
+    pub type LookUp<'a> = dyn Fn(&Path) -> Result<std::fs::File> + 'a;
 
     /// Fails: this program was built without images.
     pub(super) fn is_image(_: &DiskSource) -> Result<bool> {

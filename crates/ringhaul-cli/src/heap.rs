@@ -8,9 +8,9 @@ use std::alloc::System as Heap;
 #[cfg(feature = "jemalloc")]
 use tikv_jemallocator::Jemalloc as Heap;
 
-/// The allocator, with a region for keys where disks have any. Requests to files allocate nothing. Requests to images in
-/// a Ceph cluster pass through three threads of librbd and librados, each of which frees memory
-/// that another thread allocated.
+/// The allocator, with a region for keys where disks have any. Requests to files allocate nothing.
+/// Requests to images in a Ceph cluster pass through three threads of librbd and librados, each of
+/// which frees memory that another thread allocated.
 #[cfg(any(feature = "luks", feature = "nbd-tls"))]
 #[global_allocator]
 static HEAP: SecretHeap<Heap> = SecretHeap::new(Heap);

@@ -165,15 +165,14 @@ impl Export {
                 }),
                 QueueState::Stopping(Some(pending)) => pending.poll().map(|base| {
                     let next_avail = u16::try_from(base).expect("the rings are split");
-                    self.trace(|| format!("queue {index} stopped at {next_avail}"));
+                    self.trace(|| format!("queue {index} stopped at {base}"));
                     self.guest.set_stopped(index);
                     self.guest.note_marked(index);
-                    let ((used, _), left) =
-                        (self.guest.indexes(index), self.guest.marked_count(index));
+                    let (used, left) =
+                        (self.guest.indexes(index).0, self.guest.marked_count(index));
                     if used.wrapping_add(left) != next_avail {
                         let text = format!(
-                            "queue {index} has taken {next_avail} chains, answered {used} and left \
-                             {left}"
+                            "queue {index} took {base} chains, answered {used}, left {left}"
                         );
                         return Err(Failure::new("bad stop", text));
                     }

@@ -10,10 +10,11 @@ use blockio::DiskOptions;
 #[cfg(feature = "qcow2")]
 use blockio::{DiskSource, file::FileTable};
 
-use super::LookUp;
 #[cfg(feature = "qcow2")]
 use super::image::{ImageFile, is_image, open_layers};
 use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
+
+pub use super::image::LookUp;
 
 /// Opens a file of a disk with options that fit its place.
 /// [`open_for_other`](blockio::disk::open_for_other) is the model.

@@ -15,7 +15,6 @@ use blockio::disk::Folder;
 use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
-use super::LookUp;
 use crate::qcow2::{self, Layer};
 use crate::spec::BackingFiles;
 
@@ -59,6 +58,9 @@ pub(super) struct ImageFile<'a> {
     /// The look-up of files for a program with fewer rights than this one.
     pub(super) look: Option<&'a LookUp<'a>>,
 }
+
+/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
+pub type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
 /// may be relative to a folder that it must not leave. With `is_deferred` another process still

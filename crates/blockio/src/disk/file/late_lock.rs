@@ -81,8 +81,8 @@ impl LateLock {
         if let Err(error) = self.sync() {
             let path = self.file.path().display();
             tracing::error!(
-                "{path}: the lock stays, because written data may be lost: {error}; the guest \
-                 cannot continue on another host; repair the storage and start the guest again"
+                "{path}: the lock stays, because written data may be lost: {error}; do not \
+                 continue on another host; repair the storage and start again"
             );
             return;
         }
