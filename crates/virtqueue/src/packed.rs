@@ -122,7 +122,7 @@ impl PackedQueue {
     /// # Errors
     ///
     /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
-    #[inline]
+    #[inline(never)]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
         if self.recovered > 0 {
             return self.pop_recovered();
@@ -240,7 +240,7 @@ impl PackedQueue {
     /// # Panics
     ///
     /// If the device does not hold this chain.
-    #[inline]
+    #[inline(never)]
     pub fn push(&mut self, head: u16, written_bytes: u32) {
         let chain = std::mem::replace(&mut self.chains[usize::from(head)], NOT_IN_DEVICE);
         assert!(chain.count > 0, "chain {head} was pushed twice or never popped");
@@ -260,7 +260,7 @@ impl PackedQueue {
 
     /// Makes all pushed elements visible, and returns the number of new ones. A sleeping driver
     /// sees them only after [`publish`](Self::publish) has asked for a call, as it must in the end.
-    #[inline]
+    #[inline(never)]
     pub fn publish_quietly(&mut self) -> u16 {
         let count = std::mem::take(&mut self.unpublished);
         if count > 0 {
@@ -288,7 +288,7 @@ impl PackedQueue {
 
     /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for
     /// any element since the last `publish`, or if a call is forced, with or without new elements.
-    #[inline]
+    #[inline(never)]
     #[must_use = "the driver may sleep until it is called"]
     pub fn publish(&mut self) -> bool {
         self.publish_quietly();
@@ -339,7 +339,7 @@ impl PackedQueue {
     /// # Errors
     ///
     /// If the ring is bad, as for [`pop`](Self::pop).
-    #[inline]
+    #[inline(never)]
     pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
         if fresh || self.seen.chains == 0 {
             self.look()?;

@@ -31,6 +31,7 @@ impl SplitQueue {
 
     /// Marks the elements that were pushed since the last publish.
     #[cold]
+    #[inline(never)]
     pub(super) fn mark_new_elements(&self) {
         for range in self.rings.used_entry_ranges(self.published_used, self.next_used) {
             self.mark_used(range.start, range.len());
@@ -39,15 +40,22 @@ impl SplitQueue {
 
     /// Marks used idx, which was stored.
     #[cold]
+    #[inline(never)]
     pub(super) fn mark_used_idx(&self) {
         self.mark_used(RING_IDX, FIELD_BYTES);
     }
 
     /// Marks the field that was stored to enable or disable kicks.
+    #[inline]
     pub(super) fn mark_kick_wish(&self) {
-        if self.log.is_none() {
-            return;
+        if self.log.is_some() {
+            self.mark_wish();
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn mark_wish(&self) {
         if self.config.event_idx {
             self.mark_used(self.rings.avail_event_offset(), RING_EVENT_BYTES);
         } else {
