@@ -189,5 +189,6 @@ fn a_disk_whose_server_does_not_flush_is_not_handed_over() -> Result<()> {
     let flushed = frontend.request(0, blk::FLUSH, 0, &[], 0)?;
     ensure!(flushed.status == blk::IOERR, "{flushed:?}");
     drop(frontend);
-    end(daemon)
+    end(daemon)?;
+    server.terminate()
 }
