@@ -71,10 +71,6 @@ pub(super) struct Connection {
     /// Answers of IoThreads that are about to take another log.
     new_logs: Vec<oneshot::Receiver<()>>,
     run_lock: SessionLock,
-    /// Rings that start when the lock is taken.
-    held_back: Vec<usize>,
-    /// True if the lock could not be taken.
-    lacks_lock: bool,
     pub(super) rings: Vec<RingState>,
     pub(super) protocol_features: u64,
     /// True if protocol features were negotiated, so that rings start disabled.
@@ -114,8 +110,6 @@ impl Connection {
             log_all: false,
             new_logs: Vec::new(),
             run_lock: SessionLock::default(),
-            held_back: Vec::new(),
-            lacks_lock: false,
             rings,
             protocol_features: 0,
             rings_need_enable: false,
@@ -479,7 +473,7 @@ impl Connection {
     pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
             // The front-end comes again, and finds the lock free or not.
-            (Err(error), _) if std::mem::take(&mut self.lacks_lock) => {
+            (Err(error), _) if self.run_lock.take_failure() => {
                 Outcome::End(format!("its queues cannot run: {error}"))
             }
             (Err(error), Start { undo: Some(undo), .. }) => {

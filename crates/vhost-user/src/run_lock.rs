@@ -30,8 +30,10 @@ static USERS: AtomicU64 = AtomicU64::new(0);
 #[derive(Default)]
 pub(super) struct SessionLock {
     state: State,
-    /// True if rings wait for the lock.
-    is_wanted: bool,
+    /// Rings that start when the lock is taken.
+    held_back: Vec<usize>,
+    /// True after an attempt that failed, until [`take_failure`](Self::take_failure).
+    has_failed: bool,
 }
 
 #[derive(Default)]
@@ -65,9 +67,14 @@ impl SessionLock {
         matches!(self.state, State::Held(_))
     }
 
-    /// Has [`poll`](Self::poll) take the lock.
-    pub(super) fn want(&mut self) {
-        self.is_wanted = true;
+    /// Has [`poll`](Self::poll) take the lock for a ring.
+    pub(super) fn hold_back(&mut self, ring: usize) {
+        self.held_back.push(ring);
+    }
+
+    /// Returns true once after the lock could not be taken.
+    pub(super) fn take_failure(&mut self) -> bool {
+        std::mem::take(&mut self.has_failed)
     }
 
     /// Begins to release the lock if it is held.
@@ -85,7 +92,7 @@ impl SessionLock {
 
     /// Ends the use of the lock, in any state, without waiting.
     pub(super) fn end(&mut self, examiner: &Examiner) {
-        self.is_wanted = false;
+        self.held_back.clear();
         match std::mem::take(&mut self.state) {
             State::Free => {}
             State::Taking(user, _) | State::Held(user) | State::Releasing(user, _) => {
@@ -94,23 +101,24 @@ impl SessionLock {
         }
     }
 
-    /// Continues to take or release the lock. Ready with true if it has just been taken, with false
-    /// if nothing is to be done.
+    /// Continues to take or release the lock. Ready with the rings that start now: those that were
+    /// held back if the lock has just been taken, and otherwise none.
     pub(super) fn poll(
         &mut self,
         lock: &Arc<dyn RunLock>,
         examiner: &Examiner,
         waker: &Waker,
-    ) -> Poll<io::Result<bool>> {
+    ) -> Poll<io::Result<Vec<usize>>> {
         match std::mem::take(&mut self.state) {
             State::Taking(user, taken) => match taken.check() {
                 Poll::Pending => self.state = State::Taking(user, taken),
                 Poll::Ready(Some(Ok(()))) => {
-                    (self.state, self.is_wanted) = (State::Held(user), false);
-                    return Poll::Ready(Ok(true));
+                    self.state = State::Held(user);
+                    return Poll::Ready(Ok(std::mem::take(&mut self.held_back)));
                 }
                 Poll::Ready(failed) => {
-                    self.is_wanted = false;
+                    self.held_back.clear();
+                    self.has_failed = true;
                     let no_thread = || io::Error::other("no thread takes the lock");
                     let error = failed.and_then(Result::err);
                     return Poll::Ready(Err(error.unwrap_or_else(no_thread)));
@@ -121,9 +129,11 @@ impl SessionLock {
             }
             State::Held(user) => {
                 self.state = State::Held(user);
-                return Poll::Ready(Ok(false));
+                return Poll::Ready(Ok(Vec::new()));
             }
-            State::Free | State::Releasing(..) if !self.is_wanted => return Poll::Ready(Ok(false)),
+            State::Free | State::Releasing(..) if self.held_back.is_empty() => {
+                return Poll::Ready(Ok(Vec::new()));
+            }
             State::Free | State::Releasing(..) => {
                 let number = USERS.fetch_add(1, Ordering::Relaxed) + 1;
                 let (user, lock) = (User { lock: Arc::clone(lock), number }, Arc::clone(lock));

@@ -115,10 +115,10 @@ fn findings(host: &Host) -> Result<()> {
     ensure!(top.contains("\nvm1 ") && top.contains("EXPORT "), "{top}");
     // Status 1 is a finding, such as a kernel without a part of the sandbox.
     let doctor = commands("guide/monitoring.md", "ctl doctor")?;
-    let seen = host.container.run(&format!("{doctor} --bundle /root/report.json"))?;
+    let seen = host.container.run(&format!("{doctor} --bundle /srv/report.json"))?;
     ensure!(matches!(seen.status.code(), Some(0 | 1)), "{seen:?}");
     ensure!(!seen.stdout.contains("harmful"), "{}", seen.stdout);
-    host.run("test -s /root/report.json").map(drop)
+    host.run("test -s /srv/report.json").map(drop)
 }
 
 /// The pages that messages name, and the files that pages name, are installed.

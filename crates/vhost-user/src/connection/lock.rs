@@ -17,8 +17,7 @@ impl Connection {
             // It does not start anyway.
             return true;
         }
-        self.run_lock.want();
-        self.held_back.push(ring);
+        self.run_lock.hold_back(ring);
         false
     }
 
@@ -35,17 +34,8 @@ impl Connection {
         let Some(lock) = self.setup.run_lock.as_ref().map(Arc::clone) else { return false };
         match self.run_lock.poll(&lock, &self.setup.examiner, &self.setup.waker) {
             Poll::Pending => return true,
-            Poll::Ready(Ok(true)) => {
-                for ring in std::mem::take(&mut self.held_back) {
-                    self.start_ring(ring);
-                }
-            }
-            Poll::Ready(Ok(false)) => {}
-            Poll::Ready(Err(error)) => {
-                self.held_back.clear();
-                self.lacks_lock = true;
-                keep_first(&mut self.failure, error);
-            }
+            Poll::Ready(Ok(rings)) => rings.into_iter().for_each(|ring| self.start_ring(ring)),
+            Poll::Ready(Err(error)) => keep_first(&mut self.failure, error),
         }
         false
     }
