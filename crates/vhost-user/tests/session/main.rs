@@ -2,6 +2,8 @@
 //! only when the test lets them. Messages are checked against the `vhost` crate's.
 
 #[cfg(test)]
+mod lock;
+#[cfg(test)]
 mod log;
 mod memory;
 #[cfg(test)]

@@ -19,7 +19,9 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use vhost_user::message::{
     F_PROTOCOL_FEATURES, HEADER_BYTES, Header, Region, Request, RingAddresses,
 };
-use vhost_user::{End, Examiner, PROTOCOL_FEATURES, Session, SessionProgress, SessionSetup};
+use vhost_user::{
+    End, Examiner, PROTOCOL_FEATURES, RunLock, Session, SessionProgress, SessionSetup,
+};
 use virtqueue::MappingRules;
 
 pub(crate) const QUEUES: u16 = 2;
@@ -37,6 +39,8 @@ pub(crate) struct Scene {
     pub(crate) refused: Vec<String>,
     /// The rules for the memory of the next session.
     pub(crate) rules: MappingRules,
+    /// The lock of the next session.
+    pub(crate) run_lock: Option<Arc<dyn RunLock>>,
     examiner: Arc<Examiner>,
     woken: Arc<Woken>,
 }
@@ -60,7 +64,8 @@ impl Scene {
         let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
         let (refused, examiner) = (Vec::new(), Arc::new(Examiner::default()));
         let (rules, woken) = (MappingRules::default(), Arc::default());
-        Self { io, device, now: Instant::now(), refused, rules, examiner, woken }
+        let now = Instant::now();
+        Self { io, device, now, refused, rules, run_lock: None, examiner, woken }
     }
 
     /// Makes a session and its front-end.
@@ -80,7 +85,7 @@ impl Scene {
             threads: vec![self.io.remote()],
             rules: self.rules.clone(),
             examiner: Arc::clone(&self.examiner),
-            run_lock: None,
+            run_lock: self.run_lock.clone(),
             waker: Waker::from(Arc::clone(&self.woken)),
         }
     }
@@ -175,13 +180,17 @@ impl Scene {
     /// Negotiates, shares memory and starts all queues.
     pub(crate) fn set_up(&mut self, session: &mut Session, frontend: &mut Frontend) {
         self.negotiate(session, frontend);
+        self.share_memory(session, frontend);
+        for index in 0..u8::try_from(QUEUES).unwrap() {
+            self.start(session, frontend, index);
+        }
+    }
+
+    pub(crate) fn share_memory(&mut self, session: &mut Session, frontend: &mut Frontend) {
         let memory =
             File::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         memory.set_len(MEMORY_BYTES).unwrap();
         self.send_checked(session, frontend, &Request::AddMemReg(region()), &[&memory.into()]);
-        for index in 0..u8::try_from(QUEUES).unwrap() {
-            self.start(session, frontend, index);
-        }
     }
 
     pub(crate) fn start(&mut self, session: &mut Session, frontend: &mut Frontend, index: u8) {

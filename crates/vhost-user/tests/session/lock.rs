@@ -1,0 +1,117 @@
+//! The lock of a session: queues run only while the session holds it.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use blockio::disk::LateLock;
+use blockio::{DiskOptions, DiskSource};
+use vhost_user::message::{Request, RingAddresses};
+use vhost_user::{RunLock, Session};
+
+use crate::scene::{Frontend, QUEUE_SIZE, Scene, USER_ADDR, new_eventfd};
+
+struct DiskLock(LateLock);
+
+impl RunLock for DiskLock {
+    fn take(&self, user: u64) -> io::Result<()> {
+        self.0.take(user).map_err(io::Error::other)
+    }
+
+    fn release(&self, user: u64) {
+        self.0.release(user);
+    }
+}
+
+/// A lock that another program keeps.
+struct Kept;
+
+impl RunLock for Kept {
+    fn take(&self, _: u64) -> io::Result<()> {
+        Err(io::Error::other("another program keeps it"))
+    }
+
+    fn release(&self, _: u64) {}
+}
+
+fn late(disk: &Path) -> LateLock {
+    let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+    DiskSource::file(disk, &options).unwrap().late_lock().unwrap()
+}
+
+fn is_free(disk: &Path) -> bool {
+    let options = DiskOptions { at_once: true, ..DiskOptions::default() };
+    DiskSource::file(disk, &options).is_ok()
+}
+
+/// A session with this lock, whose first queue starts with the next message.
+fn attach(scene: &mut Scene, lock: impl RunLock + 'static) -> (Session, Frontend) {
+    scene.run_lock = Some(Arc::new(lock));
+    let (mut session, mut frontend) = scene.attach();
+    scene.negotiate(&mut session, &mut frontend);
+    scene.share_memory(&mut session, &mut frontend);
+    let addresses = RingAddresses {
+        desc_table: USER_ADDR,
+        avail_ring: USER_ADDR + 0x1000,
+        used_ring: USER_ADDR + 0x2000,
+    };
+    let kick = new_eventfd();
+    for (request, fds) in [
+        (Request::SetVringNum { index: 0, size: QUEUE_SIZE.into() }, &[][..]),
+        (Request::SetVringAddr { index: 0, addresses, log: None }, &[]),
+        (Request::SetVringKick { index: 0, has_fd: true }, &[&kick]),
+    ] {
+        scene.send_checked(&mut session, &mut frontend, &request, fds);
+    }
+    (session, frontend)
+}
+
+/// Waits for the answer, which depends on another thread.
+fn await_answer(scene: &mut Scene, session: &mut Session, frontend: &mut Frontend) {
+    loop {
+        assert_eq!(scene.drive_all(session), None);
+        if frontend.receive().is_some() {
+            return;
+        }
+        scene.await_due(session);
+    }
+}
+
+const START: Request = Request::SetVringEnable { index: 0, value: 1 };
+
+#[test]
+fn a_queue_waits_for_the_lock_and_releases_it_before_its_stop_is_answered() {
+    let disk = tempfile::NamedTempFile::new().unwrap();
+    disk.as_file().set_len(1 << 20).unwrap();
+    let other = late(disk.path());
+    other.take(1).unwrap();
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = attach(&mut scene, DiskLock(late(disk.path())));
+    frontend.send(&START, true, &[]);
+    assert_eq!(scene.drive_all(&mut session), None);
+    assert_eq!(scene.io.io().tasks(), 0, "another program has the lock");
+    assert!(frontend.receive().is_none());
+    other.release(1);
+    await_answer(&mut scene, &mut session, &mut frontend);
+    assert_eq!(scene.io.io().tasks(), 1, "the queue runs");
+    assert!(!is_free(disk.path()));
+
+    frontend.send(&Request::GetVringBase { index: 0 }, false, &[]);
+    await_answer(&mut scene, &mut session, &mut frontend);
+    assert!(is_free(disk.path()), "the next program may write after the answer");
+}
+
+#[test]
+fn a_session_without_its_lock_ends_with_the_reason() {
+    let mut scene = Scene::new();
+    let (mut session, frontend) = attach(&mut scene, Kept);
+    frontend.send(&START, true, &[]);
+    let end = loop {
+        match scene.drive_all(&mut session) {
+            Some(end) => break format!("{end:?}"),
+            None => scene.await_due(&session),
+        }
+    };
+    assert!(end.contains("its queues cannot run: another program keeps it"), "{end}");
+    assert_eq!(scene.io.io().tasks(), 0);
+}
