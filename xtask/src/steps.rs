@@ -122,7 +122,21 @@ const END_TO_END: Step =
     Step { env: CLIPPY, needs: &[TEST_BUILD, RELEASE_BUILD], minutes: 120, ..SLOW };
 
 /// A check of `disks` with one of its features: the kinds of disks need no other kind.
-const KIND: Step = Step { folder: Folder::Debug, usual: 8, ..SLOW };
+macro_rules! disks_check {
+    ($part:literal, $features:literal) => {
+        Step {
+            name: concat!("clippy, disks ", $part),
+            words: concat!(
+                "clippy --package disks --no-default-features ",
+                $features,
+                " --all-targets -- --deny warnings"
+            ),
+            folder: Folder::Debug,
+            usual: 8,
+            ..SLOW
+        }
+    };
+}
 
 /// The steps in the order in which they begin, as far as the folders and needs of each permit it.
 /// Tests that `cargo` finds built need its folder for a moment, so all steps that build in that
@@ -153,42 +167,12 @@ const STEPS: &[Step] = &[
         usual: 25,
         ..SLOW
     },
-    Step {
-        name: "clippy, disks alone",
-        words: "clippy --package disks --no-default-features --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
-    Step {
-        name: "clippy, disks with LUKS",
-        words: "clippy --package disks --no-default-features --features luks --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
-    Step {
-        name: "clippy, disks with TLS",
-        words: "clippy --package disks --no-default-features --features nbd-tls --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
-    Step {
-        name: "clippy, disks with images",
-        words: "clippy --package disks --no-default-features --features qcow2 --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
-    Step {
-        name: "clippy, disks with RBD",
-        words: "clippy --package disks --no-default-features --features rbd --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
-    Step {
-        name: "clippy, disks with schemas",
-        words: "clippy --package disks --no-default-features --features schema --all-targets \
-                -- --deny warnings",
-        ..KIND
-    },
+    disks_check!("alone", ""),
+    disks_check!("with LUKS", "--features luks"),
+    disks_check!("with TLS", "--features nbd-tls"),
+    disks_check!("with images", "--features qcow2"),
+    disks_check!("with RBD", "--features rbd"),
+    disks_check!("with schemas", "--features schema"),
     Step {
         name: RELEASE_BUILD,
         words: "build --release --package ringhaul-cli",
