@@ -200,10 +200,11 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for SecretHeap<A> {
             return unsafe { self.0.realloc(place, layout, new_bytes) };
         }
         // SAFETY: the caller guarantees a valid size, and memory that it gives back. The new block
-        // is another one, with room for the smaller of both sizes.
+        // is another one, with room for the smaller of both sizes. It holds a secret on a thread
+        // without other secrets too.
         unsafe {
             let new = Layout::from_size_align_unchecked(new_bytes, layout.align());
-            let moved = self.alloc(new);
+            let moved = take(new).map_or_else(|| self.0.alloc(new), NonNull::as_ptr);
             if !moved.is_null() {
                 moved.copy_from_nonoverlapping(place, layout.size().min(new_bytes));
                 self.dealloc(place, layout);
@@ -238,6 +239,7 @@ mod tests {
         // A limit on locked memory may forbid the lock.
         assert!(crate::testing::has_flag(secret.as_ptr().addr(), "lo"));
         assert_eq!((&*grown)[9..12], [7, 8, 8]);
+        assert!(is_secret(&grown), "a secret has left its memory");
         let zeroes = with_secrets(|| vec![0_u8; 3000]);
         assert!(is_secret(&zeroes) && zeroes.iter().all(|byte| *byte == 0));
     }
