@@ -3,10 +3,11 @@
 //! A lock belongs to an open file. A program could pass one open file for two disks: its lock is in
 //! the way of neither.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
+
+use rustix::fs::{FileType, fstat};
 
 use crate::executor::sync::Lock;
 
@@ -32,26 +33,46 @@ pub(crate) struct Claim {
     _holder: Arc<()>,
 }
 
+impl Place {
+    fn of_file(file: impl AsFd) -> io::Result<Self> {
+        let found = fstat(file)?;
+        Ok(match FileType::from_raw_mode(found.st_mode) {
+            FileType::BlockDevice => Self::Device(found.st_rdev),
+            _ => Self::File(found.st_dev, found.st_ino),
+        })
+    }
+}
+
 impl Claim {
     /// Claims a file. `None`: it is claimed already, and one of both users writes to it.
     ///
     /// # Errors
     ///
     /// When the kernel does not describe the file.
-    pub(crate) fn new(file: &File, is_written: bool) -> io::Result<Option<Self>> {
-        let found = file.metadata()?;
-        let place = match found.file_type().is_block_device() {
-            true => Place::Device(found.rdev()),
-            false => Place::File(found.dev(), found.ino()),
-        };
+    pub(crate) fn new(file: impl AsFd, is_written: bool) -> io::Result<Option<Self>> {
+        let place = Place::of_file(file)?;
         let mut claims = CLAIMS.lock();
         claims.retain(|claim| claim.holder.strong_count() > 0);
         let is_in_way = |other: &Entry| other.place == place && (other.is_written || is_written);
         if claims.iter().any(is_in_way) {
             return Ok(None);
         }
+        Ok(Some(Self::add(&mut claims, place, is_written)))
+    }
+
+    /// Claims a file that another process has handed over, whoever else has claimed it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new).
+    pub(crate) fn inherit(file: impl AsFd, is_written: bool) -> io::Result<Self> {
+        let place = Place::of_file(file)?;
+        Ok(Self::add(&mut CLAIMS.lock(), place, is_written))
+    }
+
+    fn add(claims: &mut Vec<Entry>, place: Place, is_written: bool) -> Self {
         let holder = Arc::new(());
         claims.push(Entry { place, is_written, holder: Arc::downgrade(&holder) });
-        Ok(Some(Self { _holder: holder }))
+        Self { _holder: holder }
     }
 }

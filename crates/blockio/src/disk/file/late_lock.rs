@@ -6,12 +6,13 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::fdatasync;
+use rustix::fs::{Advice, fadvise, fdatasync};
 use rustix::io::Errno;
 
-use super::lock::{in_use, lock, unlock};
+use super::lock::{Conflict, in_use, lock, unlock};
 use crate::error::Error;
 use crate::executor::Lock;
+use crate::file::claim::Claim;
 use crate::op::{OpKind, OpenFile};
 
 /// The longest wait for the lock. The previous process releases it before requests come here, so
@@ -29,8 +30,8 @@ pub struct LateLock {
 
 #[derive(Debug, Default)]
 struct Users {
-    /// The user for whom the file is locked.
-    holder: Option<u64>,
+    /// The user for whom the file is locked, with the claim of this lock.
+    holder: Option<(u64, Claim)>,
     /// The highest number of a user that needs the lock no more.
     ended: u64,
 }
@@ -40,26 +41,29 @@ impl LateLock {
         Self { file, users: Lock::default() }
     }
 
-    /// Takes the lock for a user. Waits ten seconds at most for another program to release it.
+    /// Takes the lock for a user, and drops the pages of the file from the page cache: another host
+    /// may have written since they were read. Waits ten seconds at most for another user of the
+    /// file to release it.
     ///
     /// # Errors
     ///
-    /// If another program keeps its lock, or the user has [released](Self::release) the lock
-    /// already.
+    /// If the file stays locked, its pages cannot be dropped, or the user has
+    /// [released](Self::release) the lock already.
     pub fn take(&self, user: u64) -> Result<(), Error> {
         let (path, end) = (self.file.path(), Instant::now() + LIMIT);
+        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
         loop {
             let mut users = self.users.lock();
             if users.ended >= user {
-                let reason = "its user has ended before it was locked".to_owned();
-                return Err(Error::Unusable { path: path.to_owned(), reason });
+                return Err(unusable("the front-end left before the disk was locked".to_owned()));
             }
-            let conflict = match lock(&self.file, path, false) {
-                Ok(_) => {
-                    users.holder = Some(user);
+            let conflict = match self.try_take(users.holder.take()) {
+                Ok(Ok(claim)) => {
+                    users.holder = Some((user, claim));
                     return Ok(());
                 }
-                Err(conflict) => conflict,
+                Ok(Err(conflict)) => conflict,
+                Err(error) => return Err(unusable(format!("it cannot be locked: {error}"))),
             };
             drop(users);
             if Instant::now() >= end {
@@ -69,15 +73,35 @@ impl LateLock {
         }
     }
 
+    /// Locks the file, which an earlier user of this lock may have locked.
+    fn try_take(&self, earlier: Option<(u64, Claim)>) -> io::Result<Result<Claim, Conflict>> {
+        if let Some((_, claim)) = earlier {
+            return Ok(Ok(claim));
+        }
+        // Locks of one open file, which two disks may have, are not in each other's way.
+        let Some(claim) = Claim::new(&*self.file, true)? else { return Ok(Err(Conflict::Locked)) };
+        if let Err(conflict) = lock(&self.file, self.file.path(), false) {
+            return Ok(Err(conflict));
+        }
+        if let Err(errno) = fadvise(&*self.file, 0, None, Advice::DontNeed) {
+            unlock(&self.file, false);
+            return Err(errno.into());
+        }
+        Ok(Ok(claim))
+    }
+
     /// Ends the use of a user. If the file is locked for that user, data that is still in caches is
     /// written, for the next one may be on another machine. Then the lock is released. It stays if
     /// data may be lost: the next process would report a flush of that data as a success.
     pub fn release(&self, user: u64) {
+        let is_holder = |users: &Users| users.holder.as_ref().is_some_and(|(by, _)| *by == user);
         let mut users = self.users.lock();
         users.ended = users.ended.max(user);
-        if users.holder != Some(user) {
+        if !is_holder(&users) {
             return;
         }
+        // The storage may be slow. A later user may come meanwhile.
+        drop(users);
         if let Err(error) = self.sync() {
             let path = self.file.path().display();
             tracing::error!(
@@ -86,8 +110,11 @@ impl LateLock {
             );
             return;
         }
-        unlock(&self.file, false);
-        users.holder = None;
+        let mut users = self.users.lock();
+        if is_holder(&users) {
+            unlock(&self.file, false);
+            users.holder = None;
+        }
     }
 
     /// Writes the caches. Fails, too, if data was lost before.
@@ -104,7 +131,11 @@ impl LateLock {
 
 #[cfg(test)]
 mod tests {
+    use std::io::IoSliceMut;
+    use std::os::unix::fs::FileExt;
     use std::path::Path;
+
+    use rustix::io::{ReadWriteFlags, preadv2};
 
     use super::*;
     use crate::disk::{DiskOptions, DiskSource};
@@ -151,7 +182,7 @@ mod tests {
         assert!(!is_free(disk.path()));
         lock.release(2);
         let error = lock.take(2).unwrap_err().to_string();
-        assert!(error.contains("has ended"), "{error}");
+        assert!(error.contains("left before"), "{error}");
         assert!(is_free(disk.path()), "a late lock stays behind");
     }
 
@@ -170,5 +201,41 @@ mod tests {
         lock.take(2).unwrap();
         lock.release(2);
         assert!(!is_free(disk.path()));
+    }
+
+    /// The locks of one open file are not in each other's way.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn one_open_file_has_one_user_at_a_time() {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let first = late(disk.path());
+        let second = LateLock::new(Arc::clone(&first.file));
+        first.take(1).unwrap();
+        assert!(matches!(second.try_take(None), Ok(Err(Conflict::Locked))));
+        first.release(1);
+        second.take(3).unwrap();
+        second.release(3);
+    }
+
+    /// Another host may have written while it had the lock.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn pages_that_were_read_before_the_lock_are_dropped() {
+        const TMPFS: i64 = 0x0102_1994;
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        if rustix::fs::fstatfs(disk.as_file()).unwrap().f_type == TMPFS {
+            return;
+        }
+        disk.as_file().write_all_at(&[7; 4096], 0).unwrap();
+        fdatasync(disk.as_file()).unwrap();
+        let is_cached = || {
+            let mut page = [0; 4096];
+            let pages = &mut [IoSliceMut::new(&mut page)];
+            preadv2(disk.as_file(), pages, 0, ReadWriteFlags::NOWAIT).is_ok()
+        };
+        assert!(is_cached());
+        late(disk.path()).take(1).unwrap();
+        assert!(!is_cached());
     }
 }

@@ -112,7 +112,10 @@ impl FileSource {
         let is_block_device = file.metadata().map_err(no_status)?.file_type().is_block_device();
         let is_locked = !options.no_lock && !options.read_only && is_still_locked(&file);
         // The other process has seen to it that its disks are not in each other's way.
-        let claim = claim(&file, path, options).unwrap_or_default();
+        let claim = match options.no_lock {
+            true => None,
+            false => Some(Claim::inherit(&file, !options.read_only).map_err(no_status)?),
+        };
         let opened = (file, is_locked, claim);
         let (source, info) = Self::from_open(opened, path, options, is_block_device)?;
         source.file.loss().note_foreign_writes();
