@@ -474,7 +474,7 @@ impl Connection {
         match (result, start) {
             // The front-end comes again, and finds the lock free or not.
             (Err(error), _) if self.run_lock.take_failure() => {
-                Outcome::End(format!("its queues cannot run: {error}"))
+                Outcome::End(format!("its queues cannot run without the lock of the disk: {error}"))
             }
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(undo, error.into()))

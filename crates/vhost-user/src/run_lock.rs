@@ -90,15 +90,23 @@ impl SessionLock {
         };
     }
 
-    /// Ends the use of the lock, in any state, without waiting.
-    pub(super) fn end(&mut self, examiner: &Examiner) {
+    /// Ends the use of the lock, in any state. The result comes when it is released; `None`: there
+    /// was no use.
+    pub(super) fn end(
+        &mut self,
+        examiner: &Examiner,
+        waker: &Waker,
+    ) -> Option<oneshot::Receiver<()>> {
         self.held_back.clear();
-        match std::mem::take(&mut self.state) {
-            State::Free => {}
-            State::Taking(user, _) | State::Held(user) | State::Releasing(user, _) => {
-                examiner.close(Ended(user));
-            }
-        }
+        let user = match std::mem::take(&mut self.state) {
+            State::Free => return None,
+            State::Releasing(_, released) => return Some(released),
+            State::Taking(user, _) | State::Held(user) => user,
+        };
+        let ended = Ended(user);
+        let released = examiner.lock(move || drop(ended));
+        released.wake(waker);
+        Some(released)
     }
 
     /// Continues to take or release the lock. Ready with the rings that start now: those that were
@@ -136,10 +144,12 @@ impl SessionLock {
             }
             State::Free | State::Releasing(..) => {
                 let number = USERS.fetch_add(1, Ordering::Relaxed) + 1;
-                let (user, lock) = (User { lock: Arc::clone(lock), number }, Arc::clone(lock));
-                let taken = examiner.lock(move || lock.take(number));
+                let (user, taking) = (User { lock: Arc::clone(lock), number }, Arc::clone(lock));
+                let taken = examiner.lock(move || taking.take(number));
                 taken.wake(waker);
                 self.state = State::Taking(user, taken);
+                // An answer that is there already wakes nothing.
+                return self.poll(lock, examiner, waker);
             }
         }
         Poll::Pending

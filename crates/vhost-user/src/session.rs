@@ -95,11 +95,11 @@ enum Stage {
     Resuming,
     /// Queues stop for good.
     Ending(End),
-    /// The connection is closed. The front-end's memory is unmapped before the next one is
-    /// accepted.
-    Unmapping {
+    /// The connection is closed. The front-end's memory is unmapped, and its lock released, before
+    /// the next one is accepted.
+    Releasing {
         end: End,
-        unmapped: oneshot::Receiver<()>,
+        released: Vec<oneshot::Receiver<()>>,
         since: Instant,
     },
     Ended,
@@ -170,15 +170,15 @@ impl Session {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
             Stage::Ending(end) if self.connection.stop_for_good(self.channel.is_hung_up()) => {
-                let unmapped = self.connection.release();
+                let released = self.connection.release();
                 self.channel.shut_down();
-                let Some(unmapped) = unmapped else { return SessionProgress::Ended(end) };
-                self.stage = Stage::Unmapping { end, unmapped, since: now };
+                self.stage = Stage::Releasing { end, released, since: now };
                 self.progress(now)
             }
-            Stage::Unmapping { end, unmapped, since } => {
-                if unmapped.check() == Poll::Pending && now < since + MESSAGE_LIMIT {
-                    self.stage = Stage::Unmapping { end, unmapped, since };
+            Stage::Releasing { end, mut released, since } => {
+                released.retain(|released| released.check().is_pending());
+                if !released.is_empty() && now < since + MESSAGE_LIMIT {
+                    self.stage = Stage::Releasing { end, released, since };
                     return SessionProgress::Waiting;
                 }
                 SessionProgress::Ended(end)
@@ -215,7 +215,7 @@ impl Session {
             Stage::Working { .. } | Stage::Pausing | Stage::Resuming | Stage::Ending(_) => {
                 (!self.channel.was_hung_up()).then_some(PollFlags::empty())
             }
-            Stage::Paused | Stage::Unmapping { .. } | Stage::Ended => None,
+            Stage::Paused | Stage::Releasing { .. } | Stage::Ended => None,
         }
     }
 
@@ -226,7 +226,7 @@ impl Session {
             Stage::Ready => self.next_deadline().map(|(deadline, _)| deadline),
             Stage::Working { work: Work::Call(..), since, .. } => Some(*since + RELAY_LIMIT),
             Stage::Working { work: Work::Map(..) | Work::Unmap(_), since, .. }
-            | Stage::Unmapping { since, .. } => Some(*since + MESSAGE_LIMIT),
+            | Stage::Releasing { since, .. } => Some(*since + MESSAGE_LIMIT),
             Stage::Pausing | Stage::Paused | Stage::Resuming => None,
             Stage::Working { .. } | Stage::Ending(_) | Stage::Ended => None,
         }
@@ -234,7 +234,7 @@ impl Session {
 
     /// Returns true if the session has begun to end.
     pub fn is_ending(&self) -> bool {
-        matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. } | Stage::Ended)
+        matches!(self.stage, Stage::Ending(_) | Stage::Releasing { .. } | Stage::Ended)
     }
 
     /// The number of open descriptors of the front-end's rings, memory and inflight region.
@@ -275,7 +275,7 @@ impl Session {
     }
 
     fn end(&mut self, end: End) {
-        if !matches!(self.stage, Stage::Ending(_) | Stage::Unmapping { .. }) {
+        if !matches!(self.stage, Stage::Ending(_) | Stage::Releasing { .. }) {
             self.stage = Stage::Ending(end);
         }
     }
@@ -591,7 +591,7 @@ mod tests {
         for (stage, expected) in [
             (working(Work::Map(mapped, Purpose::Guest)), "Dropped"),
             (working(Work::Unmap(unmapped)), "Handled"),
-            (Stage::Unmapping { end: End::Asked, unmapped: released, since }, "Asked"),
+            (Stage::Releasing { end: End::Asked, released: vec![released], since }, "Asked"),
         ] {
             let (mut session, _front_end) = session(since);
             session.stage = stage;

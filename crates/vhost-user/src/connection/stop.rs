@@ -107,11 +107,11 @@ impl Connection {
         ring.is_stopped()
     }
 
-    /// Drops everything that the front-end has brought and its driver has negotiated. The result
-    /// comes when its memory is unmapped; `None`: it is.
-    pub(crate) fn release(&mut self) -> Option<oneshot::Receiver<()>> {
+    /// Drops everything that the front-end has brought and its driver has negotiated. The results
+    /// come when its memory is unmapped and its lock is released.
+    pub(crate) fn release(&mut self) -> Vec<oneshot::Receiver<()>> {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
-        self.run_lock.end(&self.setup.examiner);
+        let released = self.run_lock.end(&self.setup.examiner, &self.setup.waker);
         self.rings.clear();
         self.relay = CallRelay::default();
         (self.inflight, self.own_region, self.log) = (None, None, None);
@@ -119,7 +119,7 @@ impl Connection {
             drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
         }
         self.setup.device.reset();
-        self.unmap(memory)
+        released.into_iter().chain(self.unmap(memory)).collect()
     }
 
     pub(super) fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {

@@ -101,6 +101,48 @@ fn a_queue_waits_for_the_lock_and_releases_it_before_its_stop_is_answered() {
     assert!(is_free(disk.path()), "the next program may write after the answer");
 }
 
+/// A lock that is free at once.
+struct Free;
+
+impl RunLock for Free {
+    fn take(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn release(&self, _: u64) {}
+}
+
+/// The thread of the lock may answer before the session awaits the answer.
+#[test]
+fn a_lock_that_is_taken_at_once_starts_the_queue() {
+    for _ in 0..500 {
+        let mut scene = Scene::new();
+        let (mut session, mut frontend) = attach(&mut scene, Free);
+        frontend.send(&START, true, &[]);
+        await_answer(&mut scene, &mut session, &mut frontend);
+        drop(frontend);
+        while scene.drive_all(&mut session).is_none() {
+            scene.await_due(&session);
+        }
+    }
+}
+
+/// Another process may serve the disk next, which this process must not unlock then.
+#[test]
+fn the_end_of_a_session_waits_for_the_release() {
+    let disk = tempfile::NamedTempFile::new().unwrap();
+    disk.as_file().set_len(1 << 20).unwrap();
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = attach(&mut scene, DiskLock(late(disk.path())));
+    frontend.send(&START, true, &[]);
+    await_answer(&mut scene, &mut session, &mut frontend);
+    drop(frontend);
+    while scene.drive_all(&mut session).is_none() {
+        scene.await_due(&session);
+    }
+    assert!(is_free(disk.path()), "the end was too early");
+}
+
 #[test]
 fn a_session_without_its_lock_ends_with_the_reason() {
     let mut scene = Scene::new();
@@ -112,6 +154,11 @@ fn a_session_without_its_lock_ends_with_the_reason() {
             None => scene.await_due(&session),
         }
     };
-    assert!(end.contains("its queues cannot run: another program keeps it"), "{end}");
+    assert!(
+        end.contains(
+            "its queues cannot run without the lock of the disk: another program keeps it"
+        ),
+        "{end}"
+    );
     assert_eq!(scene.io.io().tasks(), 0);
 }
