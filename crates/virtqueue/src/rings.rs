@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::ptr;
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 use crate::chain::DESC_F_NEXT;
@@ -133,7 +133,9 @@ impl AvailIdx {
                 chains = chains.wrapping_add(u16::from(!continues));
                 place = place.after(1, size);
             }
-            // A chain that was popped meanwhile may have been used, and its place with it.
+            // A chain that was popped meanwhile may have been used, and its place with it. The flags
+            // are read before.
+            fence(Ordering::Acquire);
             if progress.load(Ordering::Acquire) == before {
                 return Some(chains);
             }

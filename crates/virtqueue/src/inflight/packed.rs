@@ -264,7 +264,10 @@ impl PackedAccount {
         let own = self.settle(ring, places);
         let again = self.requests();
         let requests: u16 = iomem::fits(again.len(), "requests of an account");
-        let count = again.iter().try_fold(0_u16, |sum, (_, taken)| sum.checked_add(taken.count));
+        // Each request has a descriptor.
+        let count = again.iter().try_fold(0_u16, |sum, (_, taken)| {
+            sum.checked_add(taken.count).filter(|_| taken.count > 0)
+        });
         let Some((own, count)) =
             own.zip(count).filter(|(own, count)| fits_ring(ring, *own, *count))
         else {

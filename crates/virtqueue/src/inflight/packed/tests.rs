@@ -333,8 +333,9 @@ fn an_account_that_makes_no_sense_is_refused() {
     for (spoil, expected) in cases {
         assert_eq!(error_of(spoil), QueueError::Inflight(expected));
     }
-    // More descriptors than the ring has, or a place that it does not have: of another ring.
-    let spoils: [Spoil; 3] = [
+    // No descriptors, more than the ring has, or a place that it does not have: of another ring.
+    let spoils: [Spoil; 4] = [
+        |account| account.store(account.entry(0, ENTRY_COUNT), 0),
         |account| account.store(account.entry(0, ENTRY_COUNT), SIZE + 1),
         |account| account.store(OFFSET_USED, SIZE),
         |account| account.store(account.entry(0, ENTRY_COUNT), u16::MAX),
