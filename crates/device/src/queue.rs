@@ -411,7 +411,7 @@ impl Queue {
     /// Publishes remaining answers, and calls the driver if it wants a call.
     fn call_if_wanted(&self, ring: &mut Virtqueue, batching: &mut Batching) {
         batching.answered(ring.publish_quietly());
-        if !ring.publish() {
+        if !ring.needs_call() {
             self.reports.requests.calls_suppressed.add(1);
         } else if let Some(call) = &*self.eventfds.call.borrow() {
             probe::probe!(ringhaul, call, self.number(), self.reports.index);

@@ -288,10 +288,18 @@ impl PackedQueue {
 
     /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for
     /// any element since the last `publish`, or if a call is forced, with or without new elements.
-    #[inline(never)]
+    #[inline]
     #[must_use = "the driver may sleep until it is called"]
     pub fn publish(&mut self) -> bool {
         self.publish_quietly();
+        self.needs_call()
+    }
+
+    /// Returns true if the driver wants a call for any element that was published since the last
+    /// `publish` or `needs_call`, or if a call is forced. Pushed elements must be published.
+    #[inline(never)]
+    #[must_use = "the driver may sleep until it is called"]
+    pub fn needs_call(&mut self) -> bool {
         let since = std::mem::replace(&mut self.checked, self.used);
         let count = std::mem::take(&mut self.unchecked);
         if self.call_forced {

@@ -133,8 +133,8 @@ impl AvailIdx {
                 chains = chains.wrapping_add(u16::from(!continues));
                 place = place.after(1, size);
             }
-            // A chain that was popped meanwhile may have been used, and its place with it. The flags
-            // are read before.
+            // A chain that was popped meanwhile may have been used, and its place with it. Reads of
+            // flags come first.
             fence(Ordering::Acquire);
             if progress.load(Ordering::Acquire) == before {
                 return Some(chains);

@@ -166,11 +166,6 @@ impl SplitQueue {
         self.recovered > 0
     }
 
-    /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
-    pub fn is_recovered(&self, head: u16) -> bool {
-        self.inflight.as_ref().is_some_and(|inflight| inflight.is_recovered(head))
-    }
-
     /// Pops the next chain that the driver made available, if there is one.
     ///
     /// # Errors
@@ -254,12 +249,6 @@ impl SplitQueue {
         }
     }
 
-    /// The head of the next used element, if chains are answered in the order of the avail ring and
-    /// none is of an earlier process.
-    pub fn in_order_head(&self) -> u16 {
-        self.rings.avail_entry(self.next_used.wrapping_add(self.avail_lead))
-    }
-
     /// Writes the used element of a chain that is done. `written_bytes` counts from the start of
     /// the writable bytes. The driver does not see the element yet.
     ///
@@ -285,24 +274,26 @@ impl SplitQueue {
     #[inline]
     pub fn publish_quietly(&mut self) -> u16 {
         let count = self.next_used.wrapping_sub(self.published_used);
-        if count > 0 {
-            if self.log.is_some() {
-                self.mark_new_elements();
-            }
-            let (first, end) = (self.published_used, self.next_used);
-            match &mut self.inflight {
-                None => self.rings.store_used_idx(end),
-                Some(inflight) if count == 1 => inflight.publish_one(&self.rings, first),
-                Some(inflight) => inflight.publish(&self.rings, first, end),
-            }
-            self.published_used = end;
-            if self.log.is_some() {
-                self.mark_used_idx();
-            }
+        if count > 0 && self.log.is_none() {
+            self.store_used_idx(count);
+        } else if count > 0 {
+            self.publish_with_marks(count);
         }
         let unchecked = self.next_used.wrapping_sub(self.checked_used);
         assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
         count
+    }
+
+    /// Makes `count` elements visible.
+    #[inline]
+    fn store_used_idx(&mut self, count: u16) {
+        let (first, end) = (self.published_used, self.next_used);
+        match &mut self.inflight {
+            None => self.rings.store_used_idx(end),
+            Some(inflight) if count == 1 => inflight.publish_one(&self.rings, first),
+            Some(inflight) => inflight.publish(&self.rings, first, end),
+        }
+        self.published_used = end;
     }
 
     /// Returns true if the driver seems to sleep until called for elements since the last
@@ -332,6 +323,7 @@ impl SplitQueue {
 
     /// The number of chains to pop, by a fresh read. 0 if the ring is bad, which the next pop
     /// reports.
+    #[inline]
     pub fn available_now(&mut self) -> u16 {
         self.available(true).unwrap_or(0)
     }
@@ -342,6 +334,14 @@ impl SplitQueue {
     #[must_use = "the driver may sleep until it is called"]
     pub fn publish(&mut self) -> bool {
         self.publish_quietly();
+        self.needs_call()
+    }
+
+    /// Returns true if the driver wants a call for any element that was published since the last
+    /// `publish` or `needs_call`, or if a call is forced. Pushed elements must be published.
+    #[inline]
+    #[must_use = "the driver may sleep until it is called"]
+    pub fn needs_call(&mut self) -> bool {
         let (old, new) = (self.checked_used, self.next_used);
         self.checked_used = new;
         if self.call_forced {
@@ -377,6 +377,7 @@ impl SplitQueue {
     ///
     /// Returns true if chains are available already, for which no kick may come. Then call
     /// [`disable_kicks`](Self::disable_kicks) and pop them. After false it is safe to sleep.
+    #[inline]
     #[must_use = "chains that are available already may come without a kick"]
     pub fn enable_kicks(&mut self) -> bool {
         if self.config.event_idx {
@@ -392,6 +393,7 @@ impl SplitQueue {
 
     /// Lets the driver omit kicks. With event idx nothing is written: the event becomes stale
     /// anyway.
+    #[inline]
     pub fn disable_kicks(&mut self) {
         if !self.config.event_idx {
             self.rings.store_used_flags(USED_F_NO_NOTIFY);
@@ -401,6 +403,7 @@ impl SplitQueue {
 
     /// The avail entry to pop next, for a front-end that stops the queue with nothing in the
     /// device.
+    #[inline]
     pub fn next_avail(&self) -> u16 {
         self.next_avail
     }

@@ -154,6 +154,13 @@ impl Virtqueue {
         either!(self, publish())
     }
 
+    /// Returns true if the driver wants a call for elements that were published.
+    #[inline]
+    #[must_use = "the driver may sleep until it is called"]
+    pub fn needs_call(&mut self) -> bool {
+        either!(self, needs_call())
+    }
+
     /// Returns true if the driver seems to sleep until called.
     #[inline]
     pub fn driver_sleeps(&self) -> bool {

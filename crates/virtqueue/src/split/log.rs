@@ -29,19 +29,15 @@ impl SplitQueue {
         self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
     }
 
-    /// Marks the elements that were pushed since the last publish.
+    /// Makes `count` elements visible, with marks: elements before they are visible, and used idx
+    /// after it was stored.
     #[cold]
     #[inline(never)]
-    pub(super) fn mark_new_elements(&self) {
+    pub(super) fn publish_with_marks(&mut self, count: u16) {
         for range in self.rings.used_entry_ranges(self.published_used, self.next_used) {
             self.mark_used(range.start, range.len());
         }
-    }
-
-    /// Marks used idx, which was stored.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn mark_used_idx(&self) {
+        self.store_used_idx(count);
         self.mark_used(RING_IDX, FIELD_BYTES);
     }
 

@@ -6,6 +6,17 @@ use crate::memory::{DESC_F_INDIRECT, DESCRIPTOR_BYTES};
 use crate::rings::AvailIdx;
 
 impl SplitQueue {
+    /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
+    pub fn is_recovered(&self, head: u16) -> bool {
+        self.inflight.as_ref().is_some_and(|inflight| inflight.is_recovered(head))
+    }
+
+    /// The head of the next used element, if chains are answered in the order of the avail ring and
+    /// none is of an earlier process.
+    pub fn in_order_head(&self) -> u16 {
+        self.rings.avail_entry(self.next_used.wrapping_add(self.avail_lead))
+    }
+
     /// Gives the chain that was popped last back to the avail ring. The next pop returns it again.
     /// It must not be a chain that an earlier process had taken.
     pub fn put_back(&mut self) {
