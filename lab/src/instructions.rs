@@ -34,6 +34,8 @@ pub(crate) struct Args {
 const CASES: &[(&str, bool)] = &[
     ("null-threads-read", true),
     ("null-threads-read-inflight", true),
+    ("null-threads-read-packed", true),
+    ("null-threads-read-packed-inflight", true),
     ("null-threads-write", true),
     ("null-threads-read10", true),
     ("null-threads-write10", true),

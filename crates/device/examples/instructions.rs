@@ -8,7 +8,8 @@
 //!
 //! `instructions CASE DEPTH REQUESTS`, where CASE is DISK-ENGINE-KIND: `null-threads-read`,
 //! `file-aio-write` and so on. The kinds `read10` and `write10` are commands of virtio-scsi. With
-//! `-inflight` at its end, requests are marked in an inflight region.
+//! `-inflight` behind them, requests are marked in an inflight region. With `-packed`, the ring is
+//! packed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use blockio::{Activity, DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig, Wait};
 use device::blk::config::{
-    BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1, SECTOR_BYTES,
+    BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, SECTOR_BYTES,
 };
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::{Identifiers, UnitOptions};
@@ -26,8 +27,8 @@ use device::unit_address::UnitAddress;
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
-use virtqueue::driver::{self, Desc};
-use virtqueue::{GuestMemory, InflightRegion, RingLayout};
+use virtqueue::driver::{self, Desc, PACKED_START, PackedDriver};
+use virtqueue::{GuestMemory, InflightRegion, QueueConfig, RingLayout};
 
 const DISK_BYTES: u64 = 1 << 20;
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -105,15 +106,21 @@ fn main() -> Result<()> {
         bail!("instructions CASE DEPTH REQUESTS");
     };
     let parts: Vec<&str> = case.split('-').collect();
-    let (disk, engine, kind, is_marked) = match parts[..] {
-        [disk, engine, kind] => (disk, engine, kind, false),
-        [disk, engine, kind, "inflight"] => (disk, engine, kind, true),
+    let [disk, engine, kind, ref more @ ..] = parts[..] else {
+        bail!("no case is called {case}");
+    };
+    let (is_marked, is_packed) = match more {
+        [] => (false, false),
+        ["inflight"] => (true, false),
+        ["packed"] => (false, true),
+        ["packed", "inflight"] => (true, true),
         _ => bail!("no case is called {case}"),
     };
     let depth: u16 = depth.parse().context("DEPTH is 1 to 256")?;
     ensure!((1..=RING.size).contains(&depth), "DEPTH is 1 to {}", RING.size);
     let requests: u64 = requests.parse().context("REQUESTS is a number")?;
-    let mut guest = Guest::start(disk, engine, Kind::parse(kind)?, depth, is_marked)?;
+    let kind = Kind::parse(kind)?;
+    let mut guest = Guest::start(disk, engine, kind, depth, (is_marked, is_packed))?;
     for _ in 0..requests / u64::from(depth) {
         guest.run_batch(depth)?;
     }
@@ -126,17 +133,90 @@ fn device_turn(thread: &IoThread) -> Result<Activity, blockio::Error> {
     thread.turn(Wait::Never)
 }
 
+/// The driver's side of a ring of either layout.
+enum DriverRing {
+    Split(driver::Ring<Arc<GuestMemory>>),
+    /// With the number of chains in the device.
+    Packed(PackedDriver<Arc<GuestMemory>>, u16),
+}
+
+impl DriverRing {
+    fn new(memory: Arc<GuestMemory>, config: QueueConfig, is_packed: bool) -> Self {
+        match is_packed {
+            false => Self::Split(driver::Ring::new(memory, config)),
+            true => Self::Packed(PackedDriver::new(memory, config), 0),
+        }
+    }
+
+    fn memory(&self) -> &Arc<GuestMemory> {
+        match self {
+            Self::Split(ring) => &ring.memory,
+            Self::Packed(ring, _) => &ring.memory,
+        }
+    }
+
+    /// Writes the indirect table of chain `slot`.
+    fn put_table(&self, slot: u16, table: u64, buffers: &[Desc]) {
+        match self {
+            Self::Split(ring) => ring.put_indirect(slot, table, buffers),
+            Self::Packed(ring, _) => ring.put_table(table, buffers),
+        }
+    }
+
+    /// Makes the chains of the slots before `depth` available, and asks for one call, for the last
+    /// answer.
+    fn offer_batch(&mut self, depth: u16) {
+        match self {
+            Self::Split(ring) => {
+                (0..depth).for_each(|slot| ring.put_head(slot));
+                let idx = ring.next_avail;
+                ring.put_used_event(idx.wrapping_sub(1));
+                fence(Ordering::SeqCst);
+                ring.put_avail_idx(idx);
+            }
+            Self::Packed(ring, in_device) => {
+                ring.ask_for_call(depth - 1);
+                for slot in 0..depth {
+                    ring.put_named(slot, TABLES + u64::from(slot) * 64, 3);
+                }
+                fence(Ordering::SeqCst);
+                ring.publish();
+                *in_device = depth;
+            }
+        }
+    }
+
+    /// Returns true if the device has answered all chains.
+    fn is_answered(&mut self) -> bool {
+        match self {
+            Self::Split(ring) => ring.used_idx() == ring.next_avail,
+            Self::Packed(ring, in_device) => {
+                while ring.take_element().is_some() {
+                    *in_device -= 1;
+                }
+                *in_device == 0
+            }
+        }
+    }
+}
+
 /// A driver, its device and the thread that serves it.
 struct Guest {
     thread: IoThread,
-    ring: driver::Ring<Arc<GuestMemory>>,
+    ring: DriverRing,
     kind: Kind,
     kick: OwnedFd,
     _call: OwnedFd,
 }
 
 impl Guest {
-    fn start(disk: &str, engine: &str, kind: Kind, depth: u16, is_marked: bool) -> Result<Self> {
+    fn start(
+        disk: &str,
+        engine: &str,
+        kind: Kind,
+        depth: u16,
+        (is_marked, is_packed): (bool, bool),
+    ) -> Result<Self> {
         let engine = match engine {
             "threads" => EngineKind::Threads,
             "aio" => EngineKind::Aio,
@@ -156,7 +236,8 @@ impl Guest {
         };
         let device = new_device(kind, source)?;
         let bits = [F_VERSION_1, F_FLUSH, F_EVENT_IDX, F_INDIRECT_DESC];
-        let wanted = bits.iter().fold(0, |all, bit| all | 1 << bit);
+        let packed = is_packed.then_some(F_RING_PACKED);
+        let wanted = bits.iter().chain(&packed).fold(0, |all, bit| all | 1 << bit);
         device.set_features(device.features() & wanted).context("negotiating features")?;
         // Busy-polling and its clock would make the count depend on the time.
         let config = IoThreadConfig {
@@ -169,11 +250,15 @@ impl Guest {
         let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?);
         let (kick, call) = (new_eventfd()?, new_eventfd()?);
         let region = GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?;
-        let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 3, RING.size)?;
+        let (layout, start) = match is_packed {
+            false => (RingLayout::Split, 0),
+            true => (RingLayout::Packed, PACKED_START),
+        };
+        let region = InflightRegion::new(Arc::new(region), layout, 3, RING.size)?;
         let inflight = is_marked.then(|| region.queue(0)).transpose()?;
         let setup = QueueSetup {
             memory: Arc::clone(&memory),
-            ring: RING,
+            ring: Ring { next_avail: start, next_used: start, ..RING },
             inflight,
             region_is_own: false,
             kick: Some(kick.try_clone().context("duplicating the kick")?),
@@ -189,7 +274,8 @@ impl Guest {
         while started.poll().map(|handle| handle.map(drop)).transpose()?.is_none() {
             thread.turn(Wait::Never)?;
         }
-        let ring = driver::Ring::new(memory, RING.config(true, true));
+        let config = QueueConfig { next_avail: start, ..RING.config(true, true) };
+        let ring = DriverRing::new(memory, config, is_packed);
         let mut guest = Self { thread, ring, kind, kick, _call: call };
         (0..depth).try_for_each(|slot| guest.put_chain(slot))?;
         if matches!(kind, Kind::Scsi(_)) {
@@ -200,12 +286,12 @@ impl Guest {
     }
 
     /// Writes the constant parts of chain `slot`: the header and the indirect table.
-    fn put_chain(&self, slot: u16) -> Result<()> {
+    fn put_chain(&mut self, slot: u16) -> Result<()> {
         let own = u64::from(slot);
         let (at, data) = (HEADERS + own * SLOT_BYTES, DATA + own * u64::from(DATA_BYTES));
         let sector = own * u64::from(DATA_BYTES) / SECTOR_BYTES;
         let (header, reads, response_bytes) = self.kind.request(sector);
-        self.ring.memory.write(at, &header)?;
+        self.ring.memory().write(at, &header)?;
         let head = Desc::readable(at, u32::try_from(header.len())?);
         let response = Desc::writable(at + RESPONSE, response_bytes);
         let buffers = match (self.kind, reads) {
@@ -213,23 +299,18 @@ impl Guest {
             (Kind::Blk(_), true) => [head, Desc::writable(data, DATA_BYTES), response],
             (Kind::Scsi(_), true) => [head, response, Desc::writable(data, DATA_BYTES)],
         };
-        self.ring.put_indirect(slot, TABLES + own * 64, &buffers);
+        self.ring.put_table(slot, TABLES + own * 64, &buffers);
         Ok(())
     }
 
     /// Makes a batch available, kicks, and lets the device take turns until all chains are
     /// answered.
     fn run_batch(&mut self, depth: u16) -> Result<()> {
-        (0..depth).for_each(|slot| self.ring.put_head(slot));
-        let idx = self.ring.next_avail;
-        // One call, for the last answer.
-        self.ring.put_used_event(idx.wrapping_sub(1));
-        fence(Ordering::SeqCst);
-        self.ring.put_avail_idx(idx);
+        self.ring.offer_batch(depth);
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).context("kicking")?;
         loop {
             let activity = device_turn(&self.thread)?;
-            if self.ring.used_idx() == idx && activity == Activity::Idle {
+            if activity == Activity::Idle && self.ring.is_answered() {
                 return Ok(());
             }
             if activity == Activity::Idle {
@@ -245,7 +326,7 @@ impl Guest {
         for slot in 0..depth {
             let mut response = [u8::MAX; 12];
             let response_addr = HEADERS + u64::from(slot) * SLOT_BYTES + RESPONSE;
-            self.ring.memory.read(response_addr, &mut response)?;
+            self.ring.memory().read(response_addr, &mut response)?;
             ensure!(self.kind.is_well(&response), "request {slot} ended with {response:?}");
         }
         Ok(())

@@ -195,7 +195,7 @@ impl PackedQueue {
     }
 
     /// Enters a walked chain into the list of those in the device.
-    #[inline]
+    #[inline(always)]
     fn enter(
         &mut self,
         found: Found,

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use super::desc::{Desc, DriverMemory, INDIRECT, NEXT, Used};
+use super::desc::{Desc, DriverMemory, NEXT, Used};
+use super::indirect;
 use crate::split::QueueConfig;
 
 /// The bits of a descriptor's flags that tell its lap (virtio 1.3, section 2.8.1).
@@ -95,19 +96,39 @@ impl<M: DriverMemory> PackedDriver<M> {
         let id = self.free.pop().expect("there is room");
         match table {
             None => self.put_chain(id, buffers),
-            Some(table) => {
-                for (at, desc) in (0..).zip(buffers) {
-                    // Only the flag WRITE is valid there.
-                    let (addr, rest) = words(*desc, 0, desc.flags);
-                    let place = table + at * DESCRIPTOR_BYTES;
-                    self.memory.store(place, &addr.to_le_bytes());
-                    self.memory.store(place + 8, &rest.to_le_bytes());
-                }
-                let len = u32::try_from(16 * buffers.len()).expect("a short table");
-                self.put_chain(id, &[Desc { addr: table, len, flags: INDIRECT, next: 0 }]);
-            }
+            Some(table) => self.put_indirect(id, table, buffers),
         }
         id
+    }
+
+    /// Writes an indirect table, and adds a chain that names it.
+    ///
+    /// # Panics
+    ///
+    /// If there is not enough [`room`](Self::room).
+    pub fn put_indirect(&mut self, id: u16, table: u64, buffers: &[Desc]) {
+        self.put_table(table, buffers);
+        self.put_named(id, table, buffers.len());
+    }
+
+    /// Writes an indirect table.
+    pub fn put_table(&self, table: u64, buffers: &[Desc]) {
+        for (at, desc) in (0..).zip(buffers) {
+            // Only the flag WRITE is valid there.
+            let (addr, rest) = words(*desc, 0, desc.flags);
+            let place = table + at * DESCRIPTOR_BYTES;
+            self.memory.store(place, &addr.to_le_bytes());
+            self.memory.store(place + 8, &rest.to_le_bytes());
+        }
+    }
+
+    /// Adds a chain that names an indirect table.
+    ///
+    /// # Panics
+    ///
+    /// If there is not enough [`room`](Self::room).
+    pub fn put_named(&mut self, id: u16, table: u64, entries: usize) {
+        self.put_chain(id, &[indirect(table, entries)]);
     }
 
     /// Adds a chain with an id that the caller manages. The device does not see it yet.
@@ -186,6 +207,11 @@ impl<M: DriverMemory> PackedDriver<M> {
             false => self.put_driver_events(0, EVENTS_ON),
         }
         fence(Ordering::SeqCst);
+    }
+
+    /// Asks for a call with the used element `later` descriptors behind the next one.
+    pub fn ask_for_call(&self, later: u16) {
+        self.put_driver_events(self.step(self.next_used, later), EVENT_AT);
     }
 
     /// Asks for no calls.

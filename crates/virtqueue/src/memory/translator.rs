@@ -173,7 +173,7 @@ impl Translator {
 
     /// Adds a buffer of the guest, which must not be empty. After a fault, the list of its
     /// direction ends with the pieces before the fault; the opposite direction is not affected.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn append(
         &mut self,
         direction: Direction,
@@ -229,7 +229,7 @@ impl Translator {
 
     /// Returns the device-readable and the device-writable buffers, in the order in which they were
     /// added.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn finish_chain(&mut self) -> (Buffers, Buffers) {
         (take(&mut self.readable, &self.memory), take(&mut self.writable, &self.memory))
     }

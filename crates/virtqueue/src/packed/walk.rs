@@ -46,7 +46,7 @@ impl<'a, S: Slots> PackedLinks<'a, S> {
     }
 
     /// Reads the descriptor in the present slot of the ring.
-    #[inline]
+    #[inline(always)]
     fn read(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
         let Descriptor { addr, len, flags, next: id } = self.slots.descriptor(self.slot)?;
         self.found.id = id;
@@ -79,7 +79,7 @@ impl<'a, S: Slots> PackedLinks<'a, S> {
 
     /// Reads the next descriptor of the indirect table, in which only the flag `WRITE` has a
     /// meaning. `None` at its end.
-    #[inline]
+    #[inline(always)]
     fn next_of_table(&mut self, translator: &Translator) -> Result<Option<Descriptor>, QueueError> {
         if self.left == 0 {
             return Ok(None);
@@ -97,12 +97,12 @@ impl<'a, S: Slots> PackedLinks<'a, S> {
 impl<S: Slots> Links for PackedLinks<'_, S> {
     type Found = Found;
 
-    #[inline]
+    #[inline(always)]
     fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
         self.read(translator)
     }
 
-    #[inline]
+    #[inline(always)]
     fn after(
         &mut self,
         translator: &mut Translator,
