@@ -176,6 +176,10 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "filename")]
     pub packed: bool,
 
+    /// Describe each request in an indirect table, as Linux guests do, instead of in the ring
+    #[arg(long, conflicts_with = "filename")]
+    pub indirect: bool,
+
     /// Spin for this many microseconds between a call and the check of the used rings, to emulate
     /// slower machines: a sleeping guest needs this long to get the interrupt
     #[arg(long, conflicts_with_all = ["filename", "busy_poll"], value_name = "US",

@@ -35,7 +35,8 @@ impl Device {
             DeviceKind::Scsi => 0,
         };
         let packed = if options.packed { feature::RING_PACKED } else { 0 };
-        let wanted = feature::VERSION_1 | feature::EVENT_IDX | packed | own_features;
+        let indirect = if options.indirect { feature::INDIRECT_DESC } else { 0 };
+        let wanted = feature::VERSION_1 | feature::EVENT_IDX | packed | indirect | own_features;
         let connection = Arc::new(Connection::open(path, wanted, options)?);
         let (requests, info) = match kind {
             DeviceKind::Blk => (RequestKind::Blk, blk::read_info(&connection)?),
@@ -88,12 +89,14 @@ impl Device {
         self.connection.share(&memory)?;
         self.connection.share_inflight(rings, shape.size)?;
         let event_idx = self.connection.features() & feature::EVENT_IDX != 0;
+        let indirect = self.connection.features() & feature::INDIRECT_DESC != 0;
         let is_packed = self.connection.is_packed();
         let mut queues = Vec::new();
         for index in 0..rings {
-            let config = layout.ring(index, &memory, (event_idx, is_packed));
+            let config = layout.ring(index, &memory, is_packed, (event_idx, indirect));
             let memory_of_ring = Arc::clone(&memory);
-            let ring = DriverRing::new(memory_of_ring, config, is_packed, shape.descriptors);
+            let of_slot = if indirect { 1 } else { shape.descriptors };
+            let ring = DriverRing::new(memory_of_ring, config, is_packed, of_slot);
             let eventfds = Eventfds::new()?;
             let both = (eventfds.kick.as_fd(), eventfds.call.as_fd());
             self.connection.start_queue(ring_number(index), ring.config(), &memory, both)?;

@@ -22,11 +22,12 @@ use crate::requests::{RequestKind, RequestLayout};
 use crate::ring::DriverRing;
 use crate::vhost_user::Connection;
 
-/// The layout of the shared region: rings, then requests, then data.
+/// The layout of the shared region: rings, requests, indirect tables, data.
 pub(crate) struct Layout {
     size: u16,
     ring_bytes: usize,
     requests_at: usize,
+    tables_at: usize,
     data_at: usize,
     /// The size of the whole region.
     pub(crate) bytes: usize,
@@ -47,11 +48,12 @@ impl Layout {
         let requests_at = rings * ring_bytes;
         let slots = shape.slots * shape.queues;
         let page = rustix::param::page_size();
-        let data_at = (requests_at + slots * request_layout.stride).next_multiple_of(page);
+        let tables_at = (requests_at + slots * request_layout.stride).next_multiple_of(LINE_BYTES);
+        let data_at = (tables_at + slots * table_bytes(shape)).next_multiple_of(page);
         let bytes =
             slots.checked_mul(shape.slot_bytes).and_then(|bytes| bytes.checked_add(data_at));
         let bytes = bytes.ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { size: shape.size, ring_bytes, requests_at, data_at, bytes })
+        Ok(Self { size: shape.size, ring_bytes, requests_at, tables_at, data_at, bytes })
     }
 
     /// The place of ring `index`.
@@ -59,7 +61,8 @@ impl Layout {
         &self,
         index: usize,
         memory: &SharedMemory,
-        (event_idx, is_packed): (bool, bool),
+        is_packed: bool,
+        (event_idx, indirect): (bool, bool),
     ) -> QueueConfig {
         let start = index * self.ring_bytes;
         let size = usize::from(self.size);
@@ -69,10 +72,15 @@ impl Layout {
             avail_ring: memory.guest_addr(start + avail_at(size)),
             used_ring: memory.guest_addr(start + used_at(size)),
             event_idx,
-            indirect: false,
+            indirect,
             next_avail: if is_packed { PACKED_START } else { 0 },
         }
     }
+}
+
+/// The distance of the indirect tables of adjacent slots.
+fn table_bytes(shape: &QueueShape) -> usize {
+    (16 * to_usize(shape.descriptors)).next_multiple_of(LINE_BYTES)
 }
 
 fn avail_at(size: usize) -> usize {
@@ -103,9 +111,11 @@ pub(crate) struct Virtqueue {
     chain: Vec<Desc>,
     requests: RequestKind,
     request_layout: RequestLayout,
-    /// Offsets of the first slot's request and data.
+    /// Offsets of the first slot's request, indirect table and data.
     requests_at: usize,
+    tables_at: usize,
     data_at: usize,
+    table_bytes: usize,
     slot_bytes: usize,
     segment_bytes: usize,
     /// Indexed by slot.
@@ -135,7 +145,9 @@ impl Virtqueue {
             requests,
             request_layout,
             requests_at: layout.requests_at + first * request_layout.stride,
+            tables_at: layout.tables_at + first * table_bytes(shape),
             data_at: layout.data_at + first * shape.slot_bytes,
+            table_bytes: table_bytes(shape),
             slot_bytes: shape.slot_bytes,
             segment_bytes: shape.segment_bytes,
             in_flight: vec![false; shape.slots].into(),
@@ -177,7 +189,8 @@ impl Virtqueue {
             chain.push(response);
         }
         self.in_flight[to_usize(slot)] = true;
-        self.ring.offer(slot, &chain);
+        let table = self.tables_at + to_usize(slot) * self.table_bytes;
+        self.ring.offer(slot, &chain, self.memory().guest_addr(table));
         self.chain = chain;
     }
 

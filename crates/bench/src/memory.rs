@@ -100,8 +100,10 @@ impl DriverMemory for SharedMemory {
         let offset = self.offset(addr);
         if let Ok(word) = <&mut [u8; 2]>::try_from(&mut *bytes) {
             *word = self.word(offset).load(Ordering::Relaxed).to_ne_bytes();
+        } else if let Ok(events) = <&mut [u8; 4]>::try_from(&mut *bytes) {
+            *events = self.number::<u32>(offset).to_ne_bytes();
         } else if let Ok(element) = <&mut [u8; 8]>::try_from(&mut *bytes) {
-            *element = self.number(offset);
+            *element = self.number::<u64>(offset).to_ne_bytes();
         } else {
             self.at(offset, bytes.len()).copy_to(bytes);
         }
@@ -112,6 +114,10 @@ impl DriverMemory for SharedMemory {
         let offset = self.offset(addr);
         if let Ok(word) = <[u8; 2]>::try_from(bytes) {
             self.word(offset).store(u16::from_ne_bytes(word), Ordering::Relaxed);
+        } else if let Ok(events) = <[u8; 4]>::try_from(bytes) {
+            self.put_number(offset, u32::from_ne_bytes(events));
+        } else if let Ok(half) = <[u8; 8]>::try_from(bytes) {
+            self.put_number(offset, u64::from_ne_bytes(half));
         } else if let Ok(descriptor) = <[u8; 16]>::try_from(bytes) {
             self.put_number(offset, descriptor);
         } else {
@@ -132,7 +138,7 @@ mod tests {
     #[test]
     fn stored_bytes_are_loaded_at_any_length() {
         let memory = SharedMemory::new(4096).unwrap();
-        for len in [1, 2, 8, 16, 51, 64] {
+        for len in [1, 2, 4, 8, 16, 51, 64] {
             let data: Vec<_> = (1..=len).collect();
             let addr = memory.guest_addr(128);
             memory.store(addr, &data);

@@ -358,14 +358,16 @@ fn find_shape(
     if info.kind == TargetKind::Engine {
         return Ok(shape);
     }
-    let needed = u64::from(shape.descriptors) * u64::from(args.depth().get());
+    // An indirect table takes one descriptor of the ring, and may be as long as the ring.
+    let in_ring = if args.indirect { 1 } else { shape.descriptors };
+    let in_rings = u64::from(in_ring) * u64::from(args.depth().get());
+    let needed = in_rings.max(shape.descriptors.into());
     let most = u64::from(args.queue_size.unwrap_or(USUAL_LIMIT));
     if needed > most {
         return refuse(format!(
-            "--iodepth={} needs {needed} descriptors, {} for each request, but the queue has \
-             {most}: use a lower --iodepth or a larger --queue-size, if the server takes it",
+            "--iodepth={} needs {needed} descriptors, {in_ring} for each request, but the queue \
+             has {most}: use a lower --iodepth or a larger --queue-size, if the server takes it",
             args.depth(),
-            shape.descriptors
         ));
     }
     let size = match args.queue_size {
@@ -426,6 +428,7 @@ mod tests {
             ("--size=4k --bs=8k", "smaller than one block"),
             ("--size=8k --bs=8k --numjobs=2", "smaller than one block"),
             ("--iodepth=342", "1026 descriptors"),
+            ("--indirect --iodepth=1025", "1025 descriptors"),
             ("--queue-size=100", "power of two"),
             ("--queue-size=128 --iodepth=64", "192 descriptors"),
             ("--seg-size=1000 --bs=4k", "multiple of 512"),
@@ -498,6 +501,10 @@ mod tests {
         assert_eq!(size("--iodepth=1"), 128);
         assert_eq!(size("--iodepth=64"), 256);
         assert_eq!(size("--iodepth=341"), 1024);
+        // An indirect table takes one descriptor, and is not longer than the ring.
+        assert_eq!(size("--iodepth=256 --indirect"), 256);
+        let large = "--iodepth=2 --bs=1m --seg-size=16k";
+        assert_eq!((size(large), size(&format!("{large} --indirect"))), (256, 128));
         assert_eq!(size("--iodepth=64 --queue-size=1024"), 1024);
         assert_eq!(size("--bs=32k --seg-size=4k --iodepth=64"), 1024);
     }

@@ -75,6 +75,8 @@ pub struct Report {
     pub inflight: bool,
     /// True if the rings were packed.
     pub packed: bool,
+    /// True if each request was in an indirect table.
+    pub indirect: bool,
     /// Microseconds of spinning added between a call and the check of the used rings.
     pub wake_delay_us: u64,
     /// Writes between two flushes; 0 without flushes.
@@ -242,6 +244,7 @@ impl Report {
             busy_poll: args.busy_poll,
             inflight: args.inflight,
             packed: args.packed,
+            indirect: args.indirect,
             wake_delay_us: args.wake_delay,
             fsync_every_writes: args.fsync,
             randseed: args.randseed,

@@ -54,17 +54,26 @@ impl DriverRing {
         }
     }
 
-    /// Makes the chain of a slot available.
+    /// Makes the chain of a slot available. `table` is the guest address of the slot's indirect
+    /// table, for a queue that negotiated indirect tables.
     #[inline]
-    pub(crate) fn offer(&mut self, slot: u32, chain: &[Desc]) {
+    pub(crate) fn offer(&mut self, slot: u32, chain: &[Desc], table: u64) {
+        let is_indirect = self.config().indirect;
         match self {
             Self::Split(ring, per_slot) => {
                 let head = fits(slot * *per_slot, "the number of a descriptor");
-                ring.put_chain(head, chain);
+                match is_indirect {
+                    true => ring.put_indirect(head, table, chain),
+                    false => ring.put_chain(head, chain),
+                }
                 ring.offer(head);
             }
             Self::Packed(ring) => {
-                ring.put_chain(fits(slot, "the number of a slot"), chain);
+                let id = fits(slot, "the number of a slot");
+                match is_indirect {
+                    true => ring.put_indirect(id, table, chain),
+                    false => ring.put_chain(id, chain),
+                }
                 ring.publish();
             }
         }

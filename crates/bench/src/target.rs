@@ -53,7 +53,8 @@ impl Target {
         }
         let path = args.socket_path.clone().unwrap_or_default();
         let limit = (&*path, args.timeout);
-        let options = Options { inflight: args.inflight, packed: args.packed };
+        let BenchArgs { inflight, packed, indirect, .. } = *args;
+        let options = Options { inflight, packed, indirect };
         let (socket, kind) = (path.clone(), args.device);
         let connect = move || Device::connect(&socket, kind, options);
         let mut device = answer_within(limit, "vhost-user handshake", connect)?;

@@ -20,6 +20,7 @@ use crate::memory::SharedMemory;
 
 /// Feature bits of virtio and of vhost-user that concern queues.
 pub(crate) mod feature {
+    pub(crate) const INDIRECT_DESC: u64 = 1 << 28;
     pub(crate) const EVENT_IDX: u64 = 1 << 29;
     pub(super) const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub(crate) const VERSION_1: u64 = 1 << 32;
@@ -71,6 +72,8 @@ pub(crate) struct Options {
     pub(crate) inflight: bool,
     /// Use packed rings.
     pub(crate) packed: bool,
+    /// Use indirect tables.
+    pub(crate) indirect: bool,
 }
 
 /// A connection to a server, with negotiated features.
@@ -88,13 +91,16 @@ impl Connection {
     /// Connects and negotiates features: the offered ones of `wanted` are accepted. Like all
     /// methods, blocks while the server does not answer.
     pub(crate) fn open(path: &Path, wanted: u64, options: Options) -> io::Result<Self> {
-        let Options { inflight, packed } = options;
+        let Options { inflight, packed, indirect } = options;
         let stream = UnixStream::connect(path)?;
         let mut this = Self { stream, features: 0, protocol_features: 0, max_queues: None };
         this.send_checked(SET_OWNER, &[], &[])?;
         this.features = this.exchange_number(GET_FEATURES)? & (wanted | feature::PROTOCOL_FEATURES);
         if packed && !this.is_packed() {
             return Err(io::Error::other("it does not offer packed rings (--packed)"));
+        }
+        if indirect && this.features & feature::INDIRECT_DESC == 0 {
+            return Err(io::Error::other("it does not offer indirect tables (--indirect)"));
         }
         this.send_checked(SET_FEATURES, &this.features.to_ne_bytes(), &[])?;
         if this.has_protocol_features() {

@@ -217,12 +217,7 @@ impl Guest {
         depth: u16,
         (is_marked, is_packed): (bool, bool),
     ) -> Result<Self> {
-        let engine = match engine {
-            "threads" => EngineKind::Threads,
-            "aio" => EngineKind::Aio,
-            "uring" => EngineKind::IoUring,
-            _ => bail!("no engine is called {engine}"),
-        };
+        let engine = parse_engine(engine)?;
         let source = match disk {
             "null" => DiskSource::null(DISK_BYTES, &DiskOptions::default())?,
             "file" => {
@@ -359,6 +354,15 @@ fn new_device(kind: Kind, source: DiskSource) -> Result<Device> {
         scsi.add_unit(UnitAddress { target: 0, lun: 0 }, source, unit)?;
     }
     Ok(device)
+}
+
+fn parse_engine(name: &str) -> Result<EngineKind> {
+    Ok(match name {
+        "threads" => EngineKind::Threads,
+        "aio" => EngineKind::Aio,
+        "uring" => EngineKind::IoUring,
+        _ => bail!("no engine is called {name}"),
+    })
 }
 
 fn new_eventfd() -> Result<OwnedFd> {

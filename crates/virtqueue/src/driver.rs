@@ -96,7 +96,7 @@ impl<M: DriverMemory> Ring<M> {
     /// Writes an indirect table, and descriptor `head` that names it.
     pub fn put_indirect(&self, head: u16, table: u64, buffers: &[Desc]) {
         self.put_table(table, 0, buffers);
-        self.put_desc(head, indirect(table, buffers.len()));
+        self.put_desc(head, Desc::table(table, buffers.len()));
     }
 
     /// Writes the head of a chain into the next entry of the avail ring. The device does not see it
@@ -222,13 +222,6 @@ impl<M: DriverMemory> Ring<M> {
     fn store(&self, addr: u64, value: u16) {
         self.memory.store(addr, &value.to_le_bytes());
     }
-}
-
-/// Makes the descriptor of an indirect table.
-fn indirect(table: u64, entries: usize) -> Desc {
-    let len = entries * 16;
-    let len = u32::try_from(len).expect("an indirect table is shorter than 4 GiB");
-    Desc { addr: table, len, flags: INDIRECT, next: 0 }
 }
 
 /// A driver that keeps to the rules and knows its free descriptors.

@@ -18,6 +18,9 @@ use crate::{DISK_BYTES, test_folders};
 
 const PATTERNS: [&str; 6] = ["read", "write", "randread", "randwrite", "rw", "randrw"];
 
+/// The options for the layouts of rings.
+const RINGS: [&str; 4] = ["", "--packed", "--indirect", "--packed --indirect"];
+
 /// The percentiles in the keys of the JSON form.
 const PERCENTILES: [&str; 17] = [
     "p1", "p5", "p10", "p20", "p30", "p40", "p50", "p60", "p70", "p80", "p90", "p95", "p99",
@@ -25,7 +28,7 @@ const PERCENTILES: [&str; 17] = [
 ];
 
 /// The documented keys that do not belong to one direction.
-const KEYS: [&str; 50] = [
+const KEYS: [&str; 53] = [
     "format_version",
     "tool_version",
     "socket_path",
@@ -44,6 +47,9 @@ const KEYS: [&str; 50] = [
     "rate_iops",
     "rate_process",
     "busy_poll",
+    "inflight",
+    "packed",
+    "indirect",
     "wake_delay_us",
     "fsync_every_writes",
     "randseed",
@@ -102,23 +108,25 @@ fn expect_same(what: &str, one: f64, other: f64) -> Result<()> {
     Ok(())
 }
 
-/// Every pattern, verified, on both engines, with direct I/O and with the page cache.
+/// Every pattern, verified, on both engines, with direct I/O and with the page cache. Each daemon
+/// meets all layouts of rings.
 #[test]
 fn every_pattern_verifies() -> Result<()> {
-    for (engine, cache) in [
+    let cases = [
         (Engine::Aio, Cache::None),
         (Engine::Aio, Cache::Writeback),
         (Engine::Threads, Cache::Directsync),
         (Engine::Threads, Cache::Writethrough),
-    ] {
+    ];
+    for (first, (engine, cache)) in cases.into_iter().enumerate() {
         let daemon = start(engine, cache)?;
-        for pattern in PATTERNS {
+        for (pattern, rings) in PATTERNS.iter().zip(RINGS.iter().cycle().skip(first)) {
             let options = format!(
                 "--rw {pattern} --bssplit 4k/60:512/20:64k/20 --size 4m --numjobs 2 --iodepth 8 \
-                 --number_ios 200 --fsync 16 --verify --output-format json"
+                 --number_ios 200 --fsync 16 --verify --output-format json {rings}"
             );
             check_pattern(&daemon, pattern, &options)
-                .with_context(|| format!("{pattern} on {engine} with cache {cache}"))?;
+                .with_context(|| format!("{pattern} on {engine} with cache {cache} {rings}"))?;
         }
         daemon.terminate()?;
     }
@@ -129,6 +137,9 @@ fn check_pattern(daemon: &Daemon, pattern: &str, options: &str) -> Result<()> {
     let report = json(&run(&mut bench(daemon.socket(), options)?)?.expect_code(0)?)?;
     let (reads, writes) = (number(&report, "read_ios")?, number(&report, "write_ios")?);
     // Two jobs.
+    for key in ["packed", "indirect"] {
+        ensure!(report[key] == options.contains(&format!("--{key}")), "{key}: {}", report[key]);
+    }
     ensure!(number(&report, "ios")? == 400.0, "{} I/Os", report["ios"]);
     ensure!((reads > 0.0) != matches!(pattern, "write" | "randwrite"), "{reads} reads");
     ensure!((writes > 0.0) != matches!(pattern, "read" | "randread"), "{writes} writes");

@@ -43,12 +43,13 @@ fn every_pattern_verifies() -> Result<()> {
         let mut command = serve_units(&socket, &units)?;
         command.args(["--engine", engine, "--iothreads", "2"]);
         let _daemon = Running::serve(&mut command)?;
-        for pattern in PATTERNS {
+        let layouts = ["", "--packed", "--indirect", "--packed --indirect"];
+        for (pattern, rings) in PATTERNS.into_iter().zip(layouts.iter().cycle().skip(index)) {
             let report = measure(
                 &socket,
                 &format!(
                     "--rw {pattern} --bssplit 4k/60:512/20:64k/20 --size 4m --numjobs 2 \
-                     --iodepth 8 --number_ios 200 --fsync 16 --verify --randseed {index}"
+                     --iodepth 8 --number_ios 200 --fsync 16 --verify --randseed {index} {rings}"
                 ),
             )?;
             ensure!(report["ios"] == 400, "{} I/Os", report["ios"]);

@@ -73,6 +73,13 @@ impl Desc {
         Self { addr, len, flags: WRITE, next: 0 }
     }
 
+    /// An indirect table.
+    pub(super) fn table(addr: u64, entries: usize) -> Self {
+        let len = entries * 16;
+        let len = u32::try_from(len).expect("an indirect table is shorter than 4 GiB");
+        Self { addr, len, flags: INDIRECT, next: 0 }
+    }
+
     /// Returns this descriptor, linked to `next`.
     #[must_use]
     pub fn then(self, next: u16) -> Self {

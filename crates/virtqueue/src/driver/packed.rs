@@ -3,7 +3,6 @@
 use std::sync::atomic::{Ordering, fence};
 
 use super::desc::{Desc, DriverMemory, NEXT, Used};
-use super::indirect;
 use crate::split::QueueConfig;
 
 /// The bits of a descriptor's flags that tell its lap (virtio 1.3, section 2.8.1).
@@ -128,7 +127,7 @@ impl<M: DriverMemory> PackedDriver<M> {
     ///
     /// If there is not enough [`room`](Self::room).
     pub fn put_named(&mut self, id: u16, table: u64, entries: usize) {
-        self.put_chain(id, &[indirect(table, entries)]);
+        self.put_chain(id, &[Desc::table(table, entries)]);
     }
 
     /// Adds a chain with an id that the caller manages. The device does not see it yet.
