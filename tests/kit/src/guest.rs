@@ -19,6 +19,6 @@ mod vm;
 pub use accelerator::Accelerator;
 pub use channel::StopFlag;
 pub use image::{BOOTED_FROM_DISK, Image, KERNEL_OPTIONS, shared_libraries};
-pub use kvm::{HotPlug, KVM_DISK_BYTES, KvmGuest, Mover, Vmm, lacks_kvm};
+pub use kvm::{HotPlug, KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lacks_kvm};
 pub use machine::QemuCrashed;
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

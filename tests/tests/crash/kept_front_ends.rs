@@ -3,11 +3,13 @@
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::daemon::LIMIT;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
+use ringhaul_kit::guest::{Bus, Disk, Image, KVM_DISK_BYTES, KvmGuest, Vm, Vmm, lacks_kvm};
+use ringhaul_kit::system::print_skipped;
 use ringhaul_tools::process::retry;
 
 use crate::driver::{Driver, FEW_BLOCKS, check_file};
@@ -59,8 +61,11 @@ fn log(host: &Host) -> String {
     host.run("journalctl --no-pager --output=cat -n 60 -u ringhaul@vm1").unwrap_or_default()
 }
 
+/// Bytes of the disk of a driver.
+const FEW_BYTES: u64 = 512 << 10;
+
 /// Starts the service with a new disk.
-fn start(host: &Host, options: &str, lun: Option<u8>) -> Result<()> {
+fn start(host: &Host, bytes: u64, options: &str, lun: Option<u8>) -> Result<()> {
     let device = match lun {
         None => "DISK=/srv/disks/vm1.img\n".to_owned(),
         // The unit has --disk, which this one replaces.
@@ -69,7 +74,7 @@ fn start(host: &Host, options: &str, lun: Option<u8>) -> Result<()> {
     let unit = if lun.is_some() { "s/ --disk ${DISK}/ $DEVICE/" } else { "" };
     host.run(&format!(
         "set -e
-        rm -f /srv/disks/vm1.img; truncate -s 512K /srv/disks/vm1.img
+        rm -f /srv/disks/vm1.img; truncate -s {bytes} /srv/disks/vm1.img
         chown ringhaul:ringhaul /srv/disks/vm1.img
         sed '{unit}' /mnt/systemd/ringhaul@.service > /etc/systemd/system/ringhaul@.service
         printf '{device}OPTIONS={options}\\n' > /etc/ringhaul/vm1.env
@@ -85,7 +90,7 @@ fn stored(host: &Host) -> Result<u32> {
 }
 
 fn survive(host: &Host, kind: Kind) -> Result<()> {
-    start(host, kind.options, kind.lun)?;
+    start(host, FEW_BYTES, kind.options, kind.lun)?;
     let mut driver = Driver::connect(&host.socket(), FEW_BLOCKS, kind.keeps_region, kind.lun)?;
     driver.sleeps = kind.sleeps;
     driver.attach()?;
@@ -142,13 +147,78 @@ fn wait_for_next(host: &Host, process: &str) -> Result<()> {
     })
 }
 
+/// QEMU brings a region of its own, and here it never connects again.
+#[test]
+fn a_connected_qemu_with_packed_rings_survives_kills() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    if let Some(reason) = lacks_kvm() {
+        print_skipped(&reason);
+        return Ok(());
+    }
+    host.run(NO_LIMIT)?;
+    for options in ["--engine io_uring", "--engine aio --iothreads 2"] {
+        start(&host, KVM_DISK_BYTES, options, None)?;
+        let mut guest = KvmGuest::start(&Vmm::QemuOnce, &host.socket())?;
+        guest.wait_rounds(1)?;
+        for round in 0..KILLS / 2 {
+            if round == 1 {
+                upgrade(&host)?;
+            }
+            kill(&host)?;
+            let going_on = guest.wait_rounds(1 + u64::from(round % 2));
+            going_on.with_context(|| format!("round {round}\n{}", log(&host)))?;
+        }
+        let console = guest.console();
+        let resets = console.lines().filter(|line| line.ends_with(" packed")).count();
+        ensure!(resets >= 2, "{resets} resets:\n{console}");
+        drop(guest);
+        host.run("systemctl stop ringhaul@vm1")?;
+    }
+    Ok(())
+}
+
+/// Bytes of the disk of the load in a Linux guest.
+const LOAD_BYTES: u64 = 128 << 20;
+const LOAD_LIMIT: Duration = Duration::from_secs(180);
+
+/// User Mode Linux always has packed rings. It has no region, so the daemon keeps one.
+#[test]
+fn a_connected_user_mode_linux_survives_kills() -> Result<()> {
+    let Some(host) = Host::install()? else { return Ok(()) };
+    if let Err(error) = Image::find_uml() {
+        print_skipped(&format!("{error:#}"));
+        return Ok(());
+    }
+    host.run(NO_LIMIT)?;
+    start(&host, LOAD_BYTES, "--engine io_uring", None)?;
+    let disk = Disk { bus: Bus::Blk, socket: host.socket(), num_queues: 1, queue_size: 256 };
+    let mut vm = Vm::boot_fast(vec![disk])?;
+    let shown = host.run("ringhaul ctl --control /run/ringhaul-vm1/control show vm1")?;
+    ensure!(shown.contains("ring-packed"), "{shown}");
+    let load = |script: &str| format!("DISK=vda\n{script}");
+    vm.check(&load(include_str!("../../guest/verify-start.sh")), LOAD_LIMIT)?;
+    for round in 0..KILLS {
+        kill(&host)?;
+        // The guest goes on.
+        let writes = "before=$(awk '{ print $5 }' /sys/block/vda/stat)
+            until [ $(awk '{ print $5 }' /sys/block/vda/stat) -gt $((before + 200)) ]; do
+                usleep 10000
+            done";
+        let going_on = vm.check(writes, LOAD_LIMIT);
+        going_on.with_context(|| format!("round {round}\n{}", log(&host)))?;
+    }
+    vm.check(include_str!("../../guest/verify-stop.sh"), LOAD_LIMIT)?;
+    vm.power_off(LOAD_LIMIT)?;
+    host.run("systemctl stop ringhaul@vm1").map(drop)
+}
+
 /// Without the store a kill disconnects the front-end.
 #[test]
 fn a_kill_without_the_store_disconnects_front_ends() -> Result<()> {
     let Some(host) = Host::install()? else { return Ok(()) };
     host.run(NO_LIMIT)?;
     let lost = |options: &str, text: &str| -> Result<()> {
-        start(&host, options, None)?;
+        start(&host, FEW_BYTES, options, None)?;
         let mut driver = Driver::connect(&host.socket(), FEW_BLOCKS, false, None)?;
         driver.attach()?;
         driver.run(50, false)?;

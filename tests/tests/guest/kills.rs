@@ -5,14 +5,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::guest::Vm;
+use ringhaul_kit::guest::{Image, Vm};
 use ringhaul_kit::server::{Cache, Engine, Export, Server};
-use ringhaul_kit::system::{is_installed, run};
+use ringhaul_kit::system::{is_installed, print_skipped, run};
 use serde_json::{Value, json};
 
 use super::{
-    Boot, DISK_BYTES, LIMIT, Scene, boot, boot_packed, check_clean_exit, check_same_bytes,
-    scenario, verified,
+    Boot, DISK_BYTES, LIMIT, Scene, boot, boot_fast, boot_packed, check_clean_exit,
+    check_same_bytes, scenario, verified,
 };
 
 const KILLS: u64 = 30;
@@ -207,4 +207,30 @@ fn daemons_of_blk_with_packed_rings_are_replaced() -> Result<()> {
 #[test]
 fn daemons_of_scsi_with_packed_rings_are_replaced() -> Result<()> {
     scenario(|| check_restarts(boot_packed, Engine::Aio, Cache::None, true))
+}
+
+/// User Mode Linux always has packed rings. It never connects again, and has no inflight region.
+fn take_over_from_uml(is_scsi: bool) -> Result<()> {
+    if let Err(error) = Image::find_uml() {
+        print_skipped(&format!("{error:#}"));
+        return Ok(());
+    }
+    let scene = Scene::new()?;
+    let export = scene.export("uml", Engine::IoUring, Cache::None)?;
+    let export = Export { units: is_scsi.then(Vec::new), ..export };
+    let (mut vm, mut server) = start_load(&scene, &export, boot_fast)?;
+    let shown = server.call("export.show", &json!({ "export": export.socket }))?;
+    ensure!(shown["front-end"].to_string().contains("ring-packed"), "{shown}");
+    upgrade(&mut vm, &mut server)?;
+    verified::finish(vm, disk_of(&export), server)
+}
+
+#[test]
+fn daemons_of_blk_in_user_mode_linux_are_taken_over() -> Result<()> {
+    take_over_from_uml(false)
+}
+
+#[test]
+fn daemons_of_scsi_in_user_mode_linux_are_taken_over() -> Result<()> {
+    take_over_from_uml(true)
 }

@@ -2,7 +2,7 @@
 //! each kill of the daemon and each takeover.
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::guest::{HotPlug, KVM_DISK_BYTES, KvmGuest, Vmm, lacks_kvm};
+use ringhaul_kit::guest::{HotPlug, KVM_DISK_BYTES, KvmGuest, RingLayout, Vmm, lacks_kvm};
 use ringhaul_kit::server::{Cache, Engine, Export};
 use ringhaul_tools::process::retry;
 
@@ -46,38 +46,62 @@ fn skip(reason: &str) -> Result<()> {
     Ok(())
 }
 
-fn under_qemu(engine: Engine) -> Result<()> {
+fn under_qemu(layout: RingLayout, engine: Engine) -> Result<()> {
     match lacks_kvm() {
         Some(reason) => skip(&reason),
-        None => verify_takeovers(&Vmm::Qemu, engine),
+        None => verify_takeovers(&Vmm::Qemu(layout), engine),
     }
 }
 
 #[test]
 fn qemu_with_io_uring() -> Result<()> {
-    under_qemu(Engine::IoUring)
+    under_qemu(RingLayout::Split, Engine::IoUring)
 }
 
 #[test]
 fn qemu_with_aio() -> Result<()> {
-    under_qemu(Engine::Aio)
+    under_qemu(RingLayout::Split, Engine::Aio)
 }
 
 #[test]
 fn qemu_with_threads() -> Result<()> {
-    under_qemu(Engine::Threads)
+    under_qemu(RingLayout::Split, Engine::Threads)
+}
+
+#[test]
+fn qemu_with_packed_rings_and_io_uring() -> Result<()> {
+    under_qemu(RingLayout::Packed, Engine::IoUring)
+}
+
+#[test]
+fn qemu_with_packed_rings_and_aio() -> Result<()> {
+    under_qemu(RingLayout::Packed, Engine::Aio)
+}
+
+#[test]
+fn qemu_with_packed_rings_and_threads() -> Result<()> {
+    under_qemu(RingLayout::Packed, Engine::Threads)
 }
 
 #[test]
 fn a_disk_is_plugged_in_and_out() -> Result<()> {
+    plug_in_and_out(RingLayout::Split)
+}
+
+#[test]
+fn a_disk_with_packed_rings_is_plugged_in_and_out() -> Result<()> {
+    plug_in_and_out(RingLayout::Packed)
+}
+
+fn plug_in_and_out(layout: RingLayout) -> Result<()> {
     if let Some(reason) = lacks_kvm() {
         return skip(&reason);
     }
     let scene = Scene::new()?;
     let export = export(&scene, Engine::IoUring)?;
     let mut server = scene.serve(&export)?;
-    let mut guest = KvmGuest::start(&Vmm::QemuPlugged, &export.socket)?;
-    let mut plug = HotPlug::new(&guest)?;
+    let mut guest = KvmGuest::start(&Vmm::QemuPlugged(layout), &export.socket)?;
+    let mut plug = HotPlug::new(&guest, layout)?;
     for left in 1..=3 {
         plug.plug_in(&export.socket)?;
         guest.wait_rounds(2)?;

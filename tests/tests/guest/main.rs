@@ -371,10 +371,15 @@ fn write_cache() -> Result<()> {
 /// them, and written data stays.
 #[test]
 fn guests_reboot_and_are_replaced() -> Result<()> {
-    scenario(reboot_and_replace)
+    scenario(|| reboot_and_replace(boot))
 }
 
-fn reboot_and_replace() -> Result<()> {
+#[test]
+fn guests_with_packed_rings_reboot_and_are_replaced() -> Result<()> {
+    scenario(|| reboot_and_replace(boot_packed))
+}
+
+fn reboot_and_replace(boot: Boot) -> Result<()> {
     let scene = Scene::new()?;
     let export = scene.export("reboot", Engine::Aio, Cache::None)?;
     let mut server = scene.serve(&export)?;

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, serve};
-use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, Vmm, lacks_kvm};
+use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lacks_kvm};
 use ringhaul_tools::process::retry;
 
 use super::LIMIT;
@@ -18,11 +18,12 @@ const SLOW: u64 = 64 << 10;
 /// The two daemons and the disk of both.
 struct Scene {
     folders: TestFolders,
+    layout: RingLayout,
     _daemons: Vec<Running>,
 }
 
 impl Scene {
-    fn new(options: &[&str]) -> Result<Self> {
+    fn new(options: &[&str], layout: RingLayout) -> Result<Self> {
         let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
         let disk = folders.disk("disk", KVM_DISK_BYTES)?;
         let start = |name| {
@@ -30,7 +31,7 @@ impl Scene {
             Running::serve(command.args(options))
         };
         let daemons = ["a", "b"].map(start).into_iter().collect::<Result<_>>()?;
-        Ok(Self { folders, _daemons: daemons })
+        Ok(Self { folders, layout, _daemons: daemons })
     }
 
     fn disk(&self) -> PathBuf {
@@ -39,7 +40,8 @@ impl Scene {
 
     /// Starts a QEMU with a guest, or one that waits for a guest.
     fn start(&self, name: &str, is_target: bool) -> Result<Place> {
-        let guest = KvmGuest::start(&Vmm::QemuMoved { is_target }, &self.folders.socket(name))?;
+        let vmm = Vmm::QemuMoved { layout: self.layout, is_target };
+        let guest = KvmGuest::start(&vmm, &self.folders.socket(name))?;
         let monitor = Mover::new(&guest)?;
         Ok(Place { guest, monitor })
     }
@@ -80,12 +82,12 @@ fn is_locked(disk: &Path) -> Result<bool> {
     Ok(!output.status.success())
 }
 
-fn moves_there_and_back(options: &[&str]) -> Result<()> {
+fn moves_there_and_back(layout: RingLayout, options: &[&str]) -> Result<()> {
     if let Some(reason) = lacks_kvm() {
         ringhaul_kit::system::print_skipped(&reason);
         return Ok(());
     }
-    let scene = Scene::new(&[&["--lock", "late", "--num-queues", "2"], options].concat())?;
+    let scene = Scene::new(&[&["--lock", "late", "--num-queues", "2"], options].concat(), layout)?;
     ensure!(!is_locked(&scene.disk())?, "no guest runs");
     let mut place = scene.start("a", false)?;
     place.guest.wait_rounds(2)?;
@@ -113,15 +115,20 @@ fn moves_there_and_back(options: &[&str]) -> Result<()> {
 
 #[test]
 fn a_guest_moves_with_io_uring() -> Result<()> {
-    moves_there_and_back(&["--engine", "io_uring"])
+    moves_there_and_back(RingLayout::Split, &["--engine", "io_uring"])
 }
 
 #[test]
 fn a_guest_moves_with_aio() -> Result<()> {
-    moves_there_and_back(&["--engine", "aio"])
+    moves_there_and_back(RingLayout::Split, &["--engine", "aio"])
 }
 
 #[test]
 fn a_guest_moves_with_the_page_cache() -> Result<()> {
-    moves_there_and_back(&["--engine", "threads", "--cache", "writeback"])
+    moves_there_and_back(RingLayout::Split, &["--engine", "threads", "--cache", "writeback"])
+}
+
+#[test]
+fn a_guest_moves_with_packed_rings() -> Result<()> {
+    moves_there_and_back(RingLayout::Packed, &["--engine", "io_uring"])
 }

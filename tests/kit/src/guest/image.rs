@@ -117,7 +117,7 @@ impl Image {
     ///
     /// # Errors
     /// If it is not installed.
-    pub(super) fn find_uml() -> Result<PathBuf> {
+    pub fn find_uml() -> Result<PathBuf> {
         find_program(UML.0, UML.1)
     }
 

@@ -61,15 +61,41 @@ const QEMU: &[&str] = &[
     "stdio",
 ];
 
+/// The rings that the guest uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RingLayout {
+    /// Split rings (virtio 1.3, section 2.7).
+    Split,
+    /// Packed rings (section 2.8).
+    Packed,
+}
+
+impl RingLayout {
+    /// The properties of a device of QEMU that offers such rings.
+    fn properties(self) -> &'static str {
+        match self {
+            Self::Split => "",
+            Self::Packed => ",packed=on",
+        }
+    }
+}
+
+/// The small machine of QEMU.
+const MICROVM: &str = "microvm,acpi=off,pit=off,pic=off,rtc=off,memory-backend=memory";
+
 /// A program that runs guests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Vmm {
     /// QEMU's microvm: virtio-mmio, two queues, connects again.
-    Qemu,
+    Qemu(RingLayout),
+    /// QEMU's microvm with packed rings, which never connects again.
+    QemuOnce,
     /// QEMU's pc: virtio-pci, with a disk that is plugged in and out.
-    QemuPlugged,
+    QemuPlugged(RingLayout),
     /// QEMU's pc: virtio-pci, with a guest that begins here or comes from another QEMU.
     QemuMoved {
+        /// The rings of the guest.
+        layout: RingLayout,
         /// True if the guest comes from another QEMU.
         is_target: bool,
     },
@@ -121,48 +147,61 @@ impl Vmm {
     /// Returns true if the monitor connects again by itself, with the state of the guest's disk.
     #[must_use]
     pub fn connects_again(&self) -> bool {
-        !matches!(self, Self::Alioth(_) | Self::Firecracker(_))
+        !matches!(self, Self::QemuOnce | Self::Alioth(_) | Self::Firecracker(_))
     }
 
     /// Returns true if a guest can reset the disk. Alioth 0.12 panics then, and Firecracker has no
     /// reset.
     #[must_use]
     pub fn resets_devices(&self) -> bool {
-        matches!(self, Self::Qemu | Self::CloudHypervisor(_))
+        matches!(self, Self::Qemu(_) | Self::QemuOnce | Self::CloudHypervisor(_))
+    }
+
+    /// The rings of the guest.
+    fn layout(&self) -> RingLayout {
+        match self {
+            Self::Qemu(layout) | Self::QemuPlugged(layout) | Self::QemuMoved { layout, .. } => {
+                *layout
+            }
+            Self::QemuOnce => RingLayout::Packed,
+            Self::Alioth(_) | Self::CloudHypervisor(_) | Self::Firecracker(_) => RingLayout::Split,
+        }
     }
 
     /// The command line for the guest in `folder` with the disk that is served on `socket`.
     fn command(&self, folder: &Path, socket: &Path) -> Result<Command> {
         let (kernel, socket) = (folder.join("guest").display().to_string(), socket.display());
+        let properties = self.layout().properties();
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
         match self {
-            Self::Qemu => {
-                let machine = "microvm,acpi=off,pit=off,pic=off,rtc=off,memory-backend=memory";
+            Self::Qemu(_) | Self::QemuOnce => {
+                let again = if self.connects_again() { ",reconnect-ms=100" } else { "" };
                 command
                     .args(QEMU)
-                    .args(["-kernel", &kernel, "-machine", machine])
+                    .args(["-kernel", &kernel, "-machine", MICROVM])
                     .args(["-global", "virtio-mmio.force-legacy=false"])
-                    .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
-                    .args(["-device", "vhost-user-blk,chardev=disk,num-queues=2"]);
+                    .args(["-chardev", &format!("socket,id=disk,path={socket}{again}")])
+                    .arg("-device")
+                    .arg(format!("vhost-user-blk,chardev=disk,num-queues=2{properties}"));
             }
-            Self::QemuPlugged => {
+            Self::QemuPlugged(_) => {
                 let monitor = folder.join("qmp");
                 command
                     .args(QEMU)
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory", "-qmp"])
                     .arg(format!("unix:{},server=on,wait=off", monitor.display()));
             }
-            Self::QemuMoved { is_target } => {
+            Self::QemuMoved { is_target, .. } => {
                 let monitor = folder.join("qmp");
                 command
                     .args(QEMU)
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory"])
                     .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
-                    .args([
-                        "-device",
-                        "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on",
-                    ])
+                    .arg("-device")
+                    .arg(format!(
+                        "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on{properties}"
+                    ))
                     .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
                 if *is_target {
                     command.args(["-incoming", "defer"]);
@@ -382,15 +421,18 @@ fn connect(guest: &KvmGuest) -> Result<channel::QmpMonitor> {
 }
 
 /// Plugs in and out the disk of [`Vmm::QemuPlugged`].
-pub struct HotPlug(channel::QmpMonitor);
+pub struct HotPlug {
+    monitor: channel::QmpMonitor,
+    layout: RingLayout,
+}
 
 impl HotPlug {
     /// Connects to the monitor of a guest.
     ///
     /// # Errors
     /// If QEMU does not listen in time.
-    pub fn new(guest: &KvmGuest) -> Result<Self> {
-        connect(guest).map(Self)
+    pub fn new(guest: &KvmGuest, layout: RingLayout) -> Result<Self> {
+        Ok(Self { monitor: connect(guest)?, layout })
     }
 
     /// Plugs in the disk that is served on `socket`.
@@ -401,15 +443,16 @@ impl HotPlug {
         let addr = json!({"type": "unix", "data": {"path": socket}});
         let data = json!({"addr": addr, "server": false, "reconnect-ms": 100});
         let backend = json!({"type": "socket", "data": data});
-        self.0.execute_with("chardev-add", &json!({"id": "disk", "backend": backend}))?;
+        self.monitor.execute_with("chardev-add", &json!({"id": "disk", "backend": backend}))?;
         let device = json!({
             "driver": "vhost-user-blk-pci",
             "id": "disk",
             "chardev": "disk",
             "disable-legacy": "on",
             "num-queues": 2,
+            "packed": self.layout == RingLayout::Packed,
         });
-        self.0.execute_with("device_add", &device)?;
+        self.monitor.execute_with("device_add", &device)?;
         Ok(())
     }
 
@@ -418,9 +461,9 @@ impl HotPlug {
     /// # Errors
     /// If QEMU does not release it in time.
     pub fn pull_out(&mut self) -> Result<()> {
-        self.0.execute_with("device_del", &json!({"id": "disk"}))?;
+        self.monitor.execute_with("device_del", &json!({"id": "disk"}))?;
         retry(LIMIT, || {
-            self.0.execute_with("chardev-remove", &json!({"id": "disk"}))?;
+            self.monitor.execute_with("chardev-remove", &json!({"id": "disk"}))?;
             Ok(())
         })
     }
@@ -428,7 +471,8 @@ impl HotPlug {
 
 fn build(folder: &Path, vmm: &Vmm) -> Result<()> {
     let reset = if vmm.resets_devices() { 3 } else { 0 };
-    let plugged = u8::from(*vmm == Vmm::QemuPlugged);
+    let plugged = u8::from(matches!(vmm, Vmm::QemuPlugged(_)));
+    let packed = u8::from(vmm.layout() == RingLayout::Packed);
     for (name, text) in [("start.S", START), ("guest.c", GUEST), ("guest.ld", LAYOUT)] {
         std::fs::write(folder.join(name), text).with_context(|| format!("writing {name}"))?;
     }
@@ -439,6 +483,7 @@ fn build(folder: &Path, vmm: &Vmm) -> Result<()> {
         .args(["-fno-pic", "-no-pie", "-fno-stack-protector", "-fno-builtin", "-mno-red-zone"])
         .args(["-mgeneral-regs-only", &format!("-DROUNDS_OF_RESET={reset}")])
         .arg(format!("-DIS_PLUGGED={plugged}"))
+        .arg(format!("-DIS_PACKED={packed}"))
         .args(["-Wl,-T,guest.ld,--build-id=none,--no-warn-rwx-segments,-z,noexecstack"])
         .args(["-o", "guest", "start.S", "guest.c"]);
     output(&mut compiler).context("building the guest")?;

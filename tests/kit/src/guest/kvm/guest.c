@@ -17,6 +17,8 @@ enum {
     DEPTH = 16,
     QUEUES = 2,
     QUEUE_SIZE = 64,
+    /* No power of two: chains of three descriptors straddle the seam in turn. */
+    PACKED_SIZE = 61,
     REQUESTS = 1500,
 };
 
@@ -130,6 +132,28 @@ struct queue {
     } used __attribute__((aligned(4096)));
 } __attribute__((aligned(4096)));
 
+/* virtio 1.3, 2.8: a packed ring. */
+enum { F_NEXT = 1, F_WRITE = 2, F_AVAIL = 1 << 7, F_USED = 1 << 15 };
+
+struct events {
+    u16 place, flags;
+};
+
+struct packed_queue {
+    struct {
+        u64 addr;
+        u32 len;
+        u16 id, flags;
+    } descs[PACKED_SIZE] __attribute__((aligned(4096)));
+    struct events driver __attribute__((aligned(4096)));
+    struct events device __attribute__((aligned(4096)));
+} __attribute__((aligned(4096)));
+
+/* A descriptor of a packed ring, and the wrap counter there. */
+struct place {
+    u16 at, wrap;
+};
+
 struct slot {
     struct {
         u32 type, reserved;
@@ -137,11 +161,14 @@ struct slot {
     } header;
     u8 status;
     u8 busy;
+    u16 descs;
     u32 type, block, blocks;
     u8 data[RUN_MAX * BLOCK_BYTES] __attribute__((aligned(4096)));
 };
 
 static struct queue queues[QUEUES];
+static struct packed_queue packed_queues[QUEUES];
+static struct place next_avail[QUEUES], next_used[QUEUES];
 static struct slot slots[QUEUES][DEPTH];
 static u16 seen[QUEUES];
 static u8 *kicks[QUEUES];
@@ -164,16 +191,27 @@ static void clear(void *at, u64 bytes) {
 
 static void set_up_queue(u32 index) {
     struct queue *queue = &queues[index];
+    struct packed_queue *packed = &packed_queues[index];
+    u64 desc = (u64)queue->descs, avail = (u64)&queue->avail, used = (u64)&queue->used;
+    u16 size = QUEUE_SIZE;
     clear(queue, sizeof *queue);
+    clear(packed, sizeof *packed);
     seen[index] = 0;
     /* The driver needs no calls. */
     queue->avail.flags = 1;
-    u64 desc = (u64)queue->descs, avail = (u64)&queue->avail, used = (u64)&queue->used;
+    if (IS_PACKED) {
+        packed->driver.flags = 1;
+        next_avail[index] = next_used[index] = (struct place){0, 1};
+        desc = (u64)packed->descs;
+        avail = (u64)&packed->driver;
+        used = (u64)&packed->device;
+        size = PACKED_SIZE;
+    }
     if (mmio) {
         put(mmio + 0x30, index);
-        if (get(mmio + 0x34) < QUEUE_SIZE)
+        if (get(mmio + 0x34) < size)
             fail("entries of a queue: ", get(mmio + 0x34));
-        put(mmio + 0x38, QUEUE_SIZE);
+        put(mmio + 0x38, size);
         put64(mmio + 0x80, desc);
         put64(mmio + 0x90, avail);
         put64(mmio + 0xa0, used);
@@ -182,7 +220,7 @@ static void set_up_queue(u32 index) {
         return;
     }
     *(volatile u16 *)(common + 22) = index;
-    *(volatile u16 *)(common + 24) = QUEUE_SIZE;
+    *(volatile u16 *)(common + 24) = size;
     put64(common + 32, desc);
     put64(common + 40, avail);
     put64(common + 48, used);
@@ -200,7 +238,9 @@ static void set_up_device(void) {
         fail("not a device of version 1", 0);
     u32 features = get_features(0) & (1 << 9 | 1 << 12); /* FLUSH and MQ */
     set_features(0, features);
-    set_features(1, 1);
+    if (IS_PACKED && !(get_features(1) & 4))
+        fail("the device offers no packed rings", 0);
+    set_features(1, IS_PACKED ? 5 : 1); /* VERSION_1 and RING_PACKED */
     set_status(11);
     if (!(get_status() & 8))
         fail("the device refuses the features", features);
@@ -215,6 +255,53 @@ static void set_up_device(void) {
     set_status(15);
 }
 
+static void kick(u32 index) {
+    if (mmio)
+        put(kicks[index], index);
+    else
+        *(volatile u16 *)kicks[index] = index;
+}
+
+static void step(struct place *place, u16 descs) {
+    place->at += descs;
+    if (place->at >= PACKED_SIZE) {
+        place->at -= PACKED_SIZE;
+        place->wrap ^= 1;
+    }
+}
+
+/* Makes the slot's request available in a packed ring: the flags of the first descriptor come last,
+ * because they make the whole chain available. */
+static void offer_packed(u32 index, u32 place, u32 data_bytes) {
+    struct packed_queue *queue = &packed_queues[index];
+    struct slot *slot = &slots[index][place];
+    struct place *next = &next_avail[index];
+    u16 first = next->at, first_flags = 0;
+    u64 addrs[3] = {(u64)&slot->header, (u64)slot->data, (u64)&slot->status};
+    u32 lens[3] = {16, data_bytes, 1};
+    u16 flags[3] = {F_NEXT, slot->type == OUT ? F_NEXT : F_NEXT | F_WRITE, F_WRITE};
+    slot->descs = data_bytes ? 3 : 2;
+    for (u32 part = 0; part < 3; part++) {
+        if (lens[part] == 0)
+            continue;
+        u16 at = next->at;
+        u16 word = flags[part] | (next->wrap ? F_AVAIL : F_USED);
+        queue->descs[at].addr = addrs[part];
+        queue->descs[at].len = lens[part];
+        queue->descs[at].id = place;
+        if (part == 0)
+            first_flags = word;
+        else
+            queue->descs[at].flags = word;
+        step(next, 1);
+    }
+    asm volatile("mfence" ::: "memory");
+    *(volatile u16 *)&queue->descs[first].flags = first_flags;
+    asm volatile("mfence" ::: "memory");
+    if (*(volatile u16 *)&queue->device.flags != 1)
+        kick(index);
+}
+
 /* Makes the slot's request available, in the slot's descriptors. */
 static void offer(u32 index, u32 place, u32 data_bytes) {
     struct queue *queue = &queues[index];
@@ -226,6 +313,10 @@ static void offer(u32 index, u32 place, u32 data_bytes) {
     slot->header.sector = (u64)slot->block * (BLOCK_BYTES / 512);
     slot->status = 0xff;
     slot->busy = 1;
+    if (IS_PACKED) {
+        offer_packed(index, place, data_bytes);
+        return;
+    }
     desc[0] = (struct desc){(u64)&slot->header, 16, 1, head + 1};
     desc[1] = (struct desc){(u64)slot->data, data_bytes, to_device ? 1 : 3, head + 2};
     desc[2] = (struct desc){(u64)&slot->status, 1, 2, 0};
@@ -236,28 +327,44 @@ static void offer(u32 index, u32 place, u32 data_bytes) {
     asm volatile("mfence" ::: "memory");
     *(volatile u16 *)&queue->avail.idx = idx + 1;
     asm volatile("mfence" ::: "memory");
-    if (!(*(volatile u16 *)&queue->used.flags & 1)) {
-        if (mmio)
-            put(kicks[index], index);
-        else
-            *(volatile u16 *)kicks[index] = index;
-    }
+    if (!(*(volatile u16 *)&queue->used.flags & 1))
+        kick(index);
 }
 
 static u64 word_of(u32 block) {
     return generations[block] == 0 ? 0 : (u64)block << 32 | generations[block];
 }
 
+/* Takes the place of the next answered slot. Returns 0 if there is none yet. */
+static int take_place(u32 index, u32 *place) {
+    if (IS_PACKED) {
+        struct packed_queue *queue = &packed_queues[index];
+        struct place *next = &next_used[index];
+        u16 lap = next->wrap ? F_AVAIL | F_USED : 0;
+        if ((*(volatile u16 *)&queue->descs[next->at].flags & (F_AVAIL | F_USED)) != lap)
+            return 0;
+        asm volatile("" ::: "memory");
+        *place = queue->descs[next->at].id;
+        if (*place < DEPTH)
+            step(next, slots[index][*place].descs);
+        return 1;
+    }
+    struct queue *queue = &queues[index];
+    if (seen[index] == *(volatile u16 *)&queue->used.idx)
+        return 0;
+    asm volatile("" ::: "memory");
+    u32 id = queue->used.ring[seen[index]++ % QUEUE_SIZE].id;
+    *place = id % 3 ? ~0u : id / 3;
+    return 1;
+}
+
 /* Takes and checks all available answers. Returns their number. */
 static u32 take_answers(u32 index) {
-    struct queue *queue = &queues[index];
-    u32 count = 0;
-    while (seen[index] != *(volatile u16 *)&queue->used.idx) {
-        asm volatile("" ::: "memory");
-        u32 id = queue->used.ring[seen[index]++ % QUEUE_SIZE].id;
-        if (id >= 3 * DEPTH || id % 3 != 0 || !slots[index][id / 3].busy)
-            fail("an answer to a request that was not made: ", id);
-        struct slot *slot = &slots[index][id / 3];
+    u32 count = 0, place;
+    while (take_place(index, &place)) {
+        if (place >= DEPTH || !slots[index][place].busy)
+            fail("an answer to a request that was not made: ", place);
+        struct slot *slot = &slots[index][place];
         if (slot->status != (slot->type == UNKNOWN ? 2 : 0))
             fail("status: ", slot->status);
         if (slot->type == IN || slot->type == OUT) {
@@ -490,7 +597,7 @@ void run(const struct start_info *info) {
             set_up_device();
             say_number("reset at round ", round);
             say_number(" queues ", queue_count);
-            say("\n");
+            say(IS_PACKED ? " packed\n" : "\n");
         }
         run_round();
         say_number("round ", round);
