@@ -20,7 +20,8 @@ pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
     | protocol_feature::RESET_DEVICE
     | protocol_feature::CONFIGURE_MEM_SLOTS
     | protocol_feature::STATUS
-    | protocol_feature::GET_VRING_BASE_INFLIGHT;
+    | protocol_feature::GET_VRING_BASE_INFLIGHT
+    | protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
 
 /// The protocol features of this device. Front-ends of virtio-scsi keep its configuration space
 /// themselves.

@@ -28,7 +28,7 @@ use super::load::Load;
 use super::message::{
     DecodeError, F_LOG_ALL, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
 };
-use super::outcome::{Change, Outcome, Purpose, Refusal, Start, Undo, Work};
+use super::outcome::{AtStop, Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, ring_base, ring_size};
 use super::run_lock::{RunLock, SessionLock};
@@ -261,7 +261,10 @@ impl Connection {
                 let index = self.ring(index)?;
                 Change::Base(index, ring_base(base, self.layout())?)
             }
-            Request::GetVringBase { index } => Change::GetBase(self.ring(index)?),
+            Request::GetVringBase { index } => return Ok(self.get_base(self.ring(index)?)),
+            Request::GetVringBaseSkipDrain { index } => {
+                Change::GetBase(self.ring(index)?, AtStop::Leave)
+            }
             Request::SetVringKick { index, .. } => {
                 let ring = self.ring(index.into())?;
                 Change::Kick(ring, eventfd(fd, "kick", index)?.map(Arc::new))
@@ -405,7 +408,7 @@ impl Connection {
                 ring.started = true;
                 ring.enabled |= !self.rings_need_enable;
             }
-            Change::GetBase(index) => {
+            Change::GetBase(index, _) => {
                 let ring = &mut self.rings[index];
                 ring.set_stopped();
                 let state = [fits(index, "the number of a queue"), ring.base];
@@ -428,7 +431,8 @@ impl Connection {
                 (undo, answer) = (None, Err(refusal));
             }
         }
-        self.start(rings, Start { answer, undo, unmapped })
+        let undo = undo.map(Box::new);
+        self.start(rings, Start { answer, undo, unmapped, next: None })
     }
 
     /// Gives a ring its call descriptor. If that has to wait for a thread, and `may_wait` permits
@@ -477,13 +481,14 @@ impl Connection {
                 Outcome::End(format!("its queues cannot run without the lock of the disk: {error}"))
             }
             (Err(error), Start { undo: Some(undo), .. }) => {
-                self.begin(Change::Restore(undo, error.into()))
+                self.begin(Change::Restore(*undo, error.into()))
             }
             // Without the queue the guest would hang. If the ring itself does not fit, the memory
             // may still change.
             (Err(error), Start { undo: None, .. }) if !is_ring_fault(&error) => {
                 Outcome::End(error.to_string())
             }
+            (_, Start { next: Some(next), .. }) => self.begin(*next),
             (_, Start { unmapped: Some(unmapped), .. }) => Outcome::Later(Work::Unmap(unmapped)),
             (_, Start { answer: Ok(Some(answer)), .. }) => Outcome::Answer(answer),
             (_, Start { answer: Ok(None), .. }) => Outcome::Done,

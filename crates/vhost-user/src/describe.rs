@@ -50,6 +50,7 @@ const PROTOCOL: Names = &[
     (15, "configure-mem-slots"),
     (16, "status"),
     (20, "get-vring-base-inflight"),
+    (23, "get-vring-base-skip-drain"),
 ];
 
 /// Describes the front-end's set-up.

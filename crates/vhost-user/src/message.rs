@@ -43,6 +43,7 @@ pub mod code {
     pub const REM_MEM_REG: u32 = 38;
     pub(crate) const SET_STATUS: u32 = 39;
     pub(crate) const GET_STATUS: u32 = 40;
+    pub(crate) const GET_VRING_BASE_SKIP_DRAIN: u32 = 45;
     /// A message of the back-end ("Back-end message types"): the configuration has changed.
     pub(crate) const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
@@ -66,6 +67,7 @@ pub mod protocol_feature {
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
     pub(crate) const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
+    pub(crate) const GET_VRING_BASE_SKIP_DRAIN: u64 = 1 << 23;
 }
 
 /// In flags of a header: the version, which is 1.
@@ -123,6 +125,7 @@ impl Header {
                 | code::GET_QUEUE_NUM
                 | code::SET_LOG_BASE
                 | code::GET_VRING_BASE
+                | code::GET_VRING_BASE_SKIP_DRAIN
                 | code::GET_CONFIG
                 | code::GET_INFLIGHT_FD
                 | code::GET_MAX_MEM_SLOTS
@@ -196,6 +199,9 @@ pub enum Request {
         base: u32,
     },
     GetVringBase {
+        index: u32,
+    },
+    GetVringBaseSkipDrain {
         index: u32,
     },
     /// With a descriptor unless `has_fd` is false.
@@ -272,6 +278,9 @@ impl Request {
             code::SET_VRING_NUM => ring().map(|(index, size)| Self::SetVringNum { index, size }),
             code::SET_VRING_BASE => ring().map(|(index, base)| Self::SetVringBase { index, base }),
             code::GET_VRING_BASE => ring().map(|(index, _)| Self::GetVringBase { index }),
+            code::GET_VRING_BASE_SKIP_DRAIN => {
+                ring().map(|(index, _)| Self::GetVringBaseSkipDrain { index })
+            }
             code::SET_VRING_ENABLE => {
                 ring().map(|(index, value)| Self::SetVringEnable { index, value })
             }
@@ -326,6 +335,9 @@ impl Request {
             Self::SetVringNum { index, size } => ring(code::SET_VRING_NUM, *index, *size),
             Self::SetVringBase { index, base } => ring(code::SET_VRING_BASE, *index, *base),
             Self::GetVringBase { index } => ring(code::GET_VRING_BASE, *index, 0),
+            Self::GetVringBaseSkipDrain { index } => {
+                ring(code::GET_VRING_BASE_SKIP_DRAIN, *index, 0)
+            }
             Self::SetVringEnable { index, value } => ring(code::SET_VRING_ENABLE, *index, *value),
             Self::SetVringAddr { index, addresses, log } => {
                 let flags = if log.is_some() { VRING_F_LOG } else { 0 };
@@ -358,6 +370,7 @@ impl Request {
             Self::SetBackendReqFd => protocol_feature::BACKEND_REQ,
             Self::GetInflightFd(_) | Self::SetInflightFd(_) => protocol_feature::INFLIGHT_SHMFD,
             Self::ResetDevice => protocol_feature::RESET_DEVICE,
+            Self::GetVringBaseSkipDrain { .. } => protocol_feature::GET_VRING_BASE_SKIP_DRAIN,
             Self::SetStatus(_) | Self::GetStatus => protocol_feature::STATUS,
             Self::GetMaxMemSlots | Self::AddMemReg(_) | Self::RemMemReg(_) => {
                 protocol_feature::CONFIGURE_MEM_SLOTS
@@ -427,6 +440,7 @@ mod tests {
             (SetLogFd, 0, 1..=1),
             (SetVringBase { index: 1, base: 2 }, 0, 0..=0),
             (GetVringBase { index: 1 }, 0, 0..=0),
+            (GetVringBaseSkipDrain { index: 1 }, feature::GET_VRING_BASE_SKIP_DRAIN, 0..=0),
             (SetVringKick { index: 1, has_fd: true }, 0, 1..=1),
             (SetVringKick { index: 1, has_fd: false }, 0, 0..=0),
             (SetVringCall { index: 1, has_fd: true }, 0, 1..=1),
@@ -461,7 +475,7 @@ mod tests {
             assert_eq!(Request::decode(code, &body), Ok(request.clone()));
             assert_eq!((request.needed_features(), request.expected_fds()), (feature, fds));
         }
-        assert_eq!(codes.len(), 29, "one code for each kind");
+        assert_eq!(codes.len(), 30, "one code for each kind");
         for unknown in (0..64).filter(|code| !codes.contains(code)) {
             assert_eq!(Request::decode(unknown, &[]), Err(DecodeError::UnknownCode), "{unknown}");
         }

@@ -85,6 +85,15 @@ pub(super) enum Purpose {
     Log(LogArea),
 }
 
+/// The handling of waiting requests when the front-end asks for the base of their ring.
+#[derive(Clone, Copy)]
+pub(super) enum AtStop {
+    /// All requests are answered.
+    Finish,
+    /// Waiting requests are left in the inflight region, if there is one.
+    Leave,
+}
+
 /// A change that can be made only while its rings do not run.
 pub(super) enum Change {
     Features(u64),
@@ -95,7 +104,7 @@ pub(super) enum Change {
     Addresses(usize, RingAddresses, Option<u64>),
     Base(usize, u32),
     Kick(usize, Option<Arc<OwnedFd>>),
-    GetBase(usize),
+    GetBase(usize, AtStop),
     Disable(usize),
     ResetOwner,
     /// Keeps or resets the `writeback` that the driver chose.
@@ -120,7 +129,7 @@ impl Change {
             | Self::Addresses(index, ..)
             | Self::Base(index, _)
             | Self::Kick(index, _)
-            | Self::GetBase(index)
+            | Self::GetBase(index, _)
             | Self::Disable(index) => index..index + 1,
         }
     }
@@ -131,14 +140,16 @@ pub(super) struct Start {
     pub(super) answer: Result<Option<Vec<u8>>, Refusal>,
     /// The settings before the message, which is refused if a ring does not start. `None` if a
     /// failed start is not the fault of this message.
-    pub(super) undo: Option<Undo>,
+    pub(super) undo: Option<Box<Undo>>,
     /// Pending until the previous memory is unmapped.
     pub(super) unmapped: Option<oneshot::Receiver<()>>,
+    /// A change that follows instead of the answer.
+    pub(super) next: Option<Box<Change>>,
 }
 
 impl Start {
     pub(super) fn without_answer(undo: Undo) -> Self {
-        Self { answer: Ok(None), undo: Some(undo), unmapped: None }
+        Self { answer: Ok(None), undo: Some(Box::new(undo)), unmapped: None, next: None }
     }
 }
 

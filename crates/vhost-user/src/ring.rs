@@ -29,6 +29,10 @@ pub(super) struct RingState {
     is_paused: bool,
     /// True if the last start failed.
     is_lost: bool,
+    /// True if the last stop has left requests in the inflight region.
+    pub(super) has_left: bool,
+    /// True while a disabled ring runs to answer them.
+    is_finishing: bool,
 }
 
 /// The settings that the front-end has made.
@@ -129,6 +133,7 @@ impl RingState {
     ) -> io::Result<()> {
         let setup = self.queue_setup(surroundings, index);
         self.is_lost = setup.is_err();
+        self.has_left &= !matches!(setup, Ok(Some(_)));
         let Some(setup) = setup? else { return Ok(()) };
         let handle = device.begin_start_queue(index, thread, setup);
         handle.wake(waker);
@@ -208,10 +213,11 @@ impl RingState {
                     ended()
                 }
             },
-            Service::Stopping(base, ..) => match base.check() {
+            Service::Stopping(base, handle, _) => match base.check() {
                 Poll::Pending => RingProgress::Busy,
                 Poll::Ready(Some(base)) => {
                     self.base = base;
+                    self.has_left = handle.view().requests() > 0;
                     self.service = Service::Stopped;
                     RingProgress::Settled
                 }
@@ -335,8 +341,18 @@ impl RingState {
         Ok(())
     }
 
+    /// Enables a disabled ring that has left requests, until the next
+    /// [`set_stopped`](Self::set_stopped). Returns false if it has left none.
+    pub(super) fn begin_finish(&mut self) -> bool {
+        let begins = self.has_left && self.settings.started && !self.settings.enabled;
+        self.settings.enabled |= begins;
+        self.is_finishing |= begins;
+        begins
+    }
+
     /// The state after GET_VRING_BASE: a kick starts the ring again.
     pub(super) fn set_stopped(&mut self) {
+        self.settings.enabled &= !std::mem::take(&mut self.is_finishing);
         self.settings.started = false;
         self.settings.kick = None;
     }

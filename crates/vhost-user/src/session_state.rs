@@ -87,6 +87,9 @@ struct RingFields {
     log: Option<u64>,
     started: bool,
     enabled: bool,
+    /// True if requests of a disabled ring are left in the inflight region.
+    #[serde(default, skip_serializing_if = "is_off")]
+    has_left: bool,
     next_avail: u16,
     /// The place of the next used element in a packed ring. Absent for split rings, as in earlier
     /// versions.
@@ -349,6 +352,7 @@ impl RingFields {
             log: settings.log,
             started: settings.started,
             enabled: settings.enabled,
+            has_left: ring.has_left && settings.started && !settings.enabled,
             next_avail: halves(ring.base).0,
             next_used: halves(ring.base).1,
             kick: put_some(fds, "kick", settings.kick.as_deref())?,
@@ -378,6 +382,7 @@ impl RingFields {
         ring.settings.log = self.log;
         ring.settings.started = self.started;
         ring.settings.enabled = self.enabled;
+        ring.has_left = self.has_left;
         ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
         ring.base = u32::from(self.next_avail) | u32::from(self.next_used) << 16;
         ring.call = fds.take_some(self.call)?.map(call).transpose()?;

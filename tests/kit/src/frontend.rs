@@ -45,23 +45,10 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// Protocol features of vhost-user.
-#[expect(missing_docs, reason = "the names are the specification's")]
-pub mod protocol_feature {
-    pub const MQ: u64 = 1 << 0;
-    pub const LOG_SHMFD: u64 = 1 << 1;
-    pub const REPLY_ACK: u64 = 1 << 3;
-    pub const BACKEND_REQ: u64 = 1 << 5;
-    pub const CONFIG: u64 = 1 << 9;
-    pub const INFLIGHT_SHMFD: u64 = 1 << 12;
-    pub const RESET_DEVICE: u64 = 1 << 13;
-    pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
-    pub const STATUS: u64 = 1 << 16;
-    pub const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
-}
-
 #[expect(missing_docs, reason = "the names are the specification's")]
 pub mod blk;
+#[expect(missing_docs, reason = "the names are the specification's")]
+pub mod protocol_feature;
 
 /// Start of guest memory; nothing is mapped below.
 pub const MEMORY_START: u64 = 0x10_0000;
@@ -275,7 +262,15 @@ impl Frontend {
     /// # Errors
     /// If the daemon does not cooperate.
     pub fn stop_queue(&mut self, queue: usize) -> Result<u16> {
-        let message = Message::ring_state(code::GET_VRING_BASE, u32::try_from(queue)?, 0);
+        self.stop_queue_by(code::GET_VRING_BASE, queue)
+    }
+
+    /// Stops a queue by a message with this code, like [`stop_queue`](Self::stop_queue).
+    ///
+    /// # Errors
+    /// If the daemon does not cooperate.
+    pub fn stop_queue_by(&mut self, code: u32, queue: usize) -> Result<u16> {
+        let message = Message::ring_state(code, u32::try_from(queue)?, 0);
         let reply = self.exchange(&message)?;
         let (index, base) = reply.body.split_at_checked(4).context("the answer is too short")?;
         ensure!(index == u32::try_from(queue)?.to_ne_bytes(), "another queue in {reply:?}");

@@ -29,8 +29,13 @@ pub(super) const REGION_BYTES: u64 = 1088 * QUEUES as u64;
 
 /// Attaches a front-end that has an inflight region.
 pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
+    attach_with(socket, region, 0)
+}
+
+/// Attaches a front-end that has an inflight region, and also negotiates `more`.
+pub(super) fn attach_with(socket: &Path, region: &Arc<OwnedFd>, more: u64) -> Result<Frontend> {
     let mut setup = Setup::default().queue_size(QUEUE_SIZE);
-    let more = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
+    let more = more | protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
     setup.protocol_features = setup.protocol_features.map(|usual| usual | more);
     let mut frontend = Frontend::connect(socket, &setup)?;
     frontend.negotiate()?;
@@ -43,7 +48,7 @@ pub(super) fn attach(socket: &Path, region: &Arc<OwnedFd>) -> Result<Frontend> {
     Ok(frontend)
 }
 
-fn share_region(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
+pub(super) fn share_region(frontend: &mut Frontend, region: &Arc<OwnedFd>) -> Result<()> {
     frontend.send_checked(Message::inflight_region(region, REGION_BYTES, QUEUES, QUEUE_SIZE))
 }
 

@@ -20,6 +20,7 @@ mod documented;
 mod format_warnings;
 mod held_writes;
 mod install;
+mod left_requests;
 mod locks;
 mod log;
 mod members;

@@ -104,6 +104,7 @@ fn limits_are_announced() -> Result<()> {
             | protocol_feature::CONFIGURE_MEM_SLOTS
             | protocol_feature::STATUS
             | protocol_feature::GET_VRING_BASE_INFLIGHT
+            | protocol_feature::GET_VRING_BASE_SKIP_DRAIN
     );
     assert_eq!(frontend.exchange_number(&query(code::GET_QUEUE_NUM))?, 7);
     assert_eq!(frontend.exchange_number(&query(code::GET_MAX_MEM_SLOTS))?, 509);

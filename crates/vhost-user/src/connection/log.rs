@@ -96,7 +96,8 @@ impl Connection {
         let waker = &self.setup.waker;
         let all = rings.map(|(index, ring)| ring.begin_set_log(self.queue_log(index), waker));
         self.new_logs = all.flatten().collect();
-        self.start(0..self.rings.len(), Start { answer: Ok(answer), undo: None, unmapped: None })
+        let start = Start { answer: Ok(answer), undo: None, unmapped: None, next: None };
+        self.start(0..self.rings.len(), start)
     }
 
     /// Returns true while a queue may still use its previous log.

@@ -27,10 +27,19 @@ impl Connection {
             return Err(Refusal::needing_ack(text));
         }
         let region = protocol_feature::INFLIGHT_SHMFD;
-        if features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0 && features & region == 0 {
-            let text = "protocol feature GET_VRING_BASE_INFLIGHT needs INFLIGHT_SHMFD, which the \
-                        front-end did not select";
-            return Err(Refusal::needing_ack(text));
+        let base = protocol_feature::GET_VRING_BASE_INFLIGHT;
+        for (feature, needed, names) in [
+            (base, region, "GET_VRING_BASE_INFLIGHT needs INFLIGHT_SHMFD"),
+            (
+                protocol_feature::GET_VRING_BASE_SKIP_DRAIN,
+                base,
+                "GET_VRING_BASE_SKIP_DRAIN needs GET_VRING_BASE_INFLIGHT",
+            ),
+        ] {
+            if features & feature != 0 && features & needed == 0 {
+                let text = format!("protocol feature {names}, which the front-end did not select");
+                return Err(Refusal::needing_ack(text));
+            }
         }
         self.protocol_features = features;
         Ok(Outcome::Done)

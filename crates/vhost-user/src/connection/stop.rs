@@ -12,7 +12,7 @@ use device::{StopKind, oneshot};
 use super::Connection;
 use crate::call::CallRelay;
 use crate::message::protocol_feature;
-use crate::outcome::Change;
+use crate::outcome::{AtStop, Change, Outcome, Start};
 use crate::peer_fds::PeerFd;
 use crate::ring::{RingProgress, keep_first};
 use crate::shared_memory::SharedMemory;
@@ -22,8 +22,11 @@ impl Connection {
     pub(super) fn stop_kind(&self, change: &Change) -> StopKind {
         let negotiated = self.protocol_features & protocol_feature::GET_VRING_BASE_INFLIGHT != 0;
         match change {
-            // QEMU disables a ring before it asks for its base.
-            Change::GetBase(_) | Change::Disable(_) if negotiated && self.inflight.is_some() => {
+            // QEMU disables a ring before it asks for its base, so a ring that is disabled leaves
+            // its waiting requests in either case.
+            Change::GetBase(_, AtStop::Leave) | Change::Disable(_)
+                if negotiated && self.inflight.is_some() =>
+            {
                 StopKind::KeepInflight
             }
             // Waiting requests have their buffers in the previous memory. They begin again in the
@@ -31,6 +34,22 @@ impl Connection {
             Change::Memory(_) if self.inflight.is_some() => StopKind::KeepInflight,
             _ => StopKind::Final,
         }
+    }
+
+    /// Begins to stop a ring for GET_VRING_BASE. A front-end that can ask for a ring with waiting
+    /// requests by GET_VRING_BASE_SKIP_DRAIN wants all requests answered here. If they were left
+    /// when the ring was disabled, it runs once more to answer them.
+    pub(super) fn get_base(&mut self, ring: usize) -> Outcome {
+        let skips = protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
+        if self.protocol_features & skips == 0 {
+            return self.begin(Change::GetBase(ring, AtStop::Leave));
+        }
+        let change = Change::GetBase(ring, AtStop::Finish);
+        if !self.rings[ring].begin_finish() {
+            return self.begin(change);
+        }
+        let next = Some(Box::new(change));
+        self.start(ring..ring + 1, Start { answer: Ok(None), undo: None, unmapped: None, next })
     }
 
     /// Begins to stop these rings, the control ring first if it is one of them.

@@ -355,7 +355,8 @@ fn messages_that_are_refused() {
 #[test]
 fn messages_of_features_that_were_not_negotiated() {
     use Request::*;
-    let of_region = protocol_feature::INFLIGHT_SHMFD | protocol_feature::GET_VRING_BASE_INFLIGHT;
+    let skip = protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
+    let of_region = protocol_feature::INFLIGHT_SHMFD | 1 << 20 | skip;
     for (request, feature) in [
         (GetQueueNum, protocol_feature::MQ),
         (GetConfig(config(0, &[0])), protocol_feature::CONFIG),
@@ -368,6 +369,7 @@ fn messages_of_features_that_were_not_negotiated() {
         (GetMaxMemSlots, protocol_feature::CONFIGURE_MEM_SLOTS),
         (RemMemReg(region()), protocol_feature::CONFIGURE_MEM_SLOTS),
         (SetBackendReqFd, protocol_feature::BACKEND_REQ),
+        (GetVringBaseSkipDrain { index: 0 }, skip),
     ] {
         let mut scene = Scene::new(PROTOCOL_FEATURES & !feature);
         let ended = scene.tell(&request, vec![]);

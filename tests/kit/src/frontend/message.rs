@@ -44,6 +44,7 @@ pub mod code {
     pub const GET_MAX_MEM_SLOTS: u32 = 36;
     pub const ADD_MEM_REG: u32 = 37;
     pub const REM_MEM_REG: u32 = 38;
+    pub const GET_VRING_BASE_SKIP_DRAIN: u32 = 45;
     /// Larger than any number that the specification has assigned.
     pub const MAX: u32 = 64;
 }

@@ -4,6 +4,9 @@ use device::scsi::config::ScsiOptions;
 
 use super::*;
 
+const BASE: u64 = protocol_feature::GET_VRING_BASE_INFLIGHT;
+const SKIP_DRAIN: u64 = protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
+
 #[test]
 fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
@@ -67,7 +70,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
 fn the_daemon_keeps_no_region_of_its_own_beside_that_of_the_front_end() {
     for is_negotiated in [false, true] {
         let region = if is_negotiated { 0 } else { protocol_feature::INFLIGHT_SHMFD };
-        let base = if is_negotiated { 0 } else { protocol_feature::GET_VRING_BASE_INFLIGHT };
+        let base = if is_negotiated { 0 } else { BASE | SKIP_DRAIN };
         let mut scene = Scene::new(PROTOCOL_FEATURES & !(region | base));
         scene.connection.keeps_own_region = true;
         scene.connection.prepare_own_region();
@@ -119,12 +122,17 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let memory = || Change::Memory(SharedMemory::empty());
     let stop = |scene: &Scene| {
-        let kinds = [Change::GetBase(0), Change::Disable(0)]
+        let kinds = [Change::GetBase(0, AtStop::Leave), Change::Disable(0)]
             .map(|change| scene.connection.stop_kind(&change));
         assert_eq!(kinds[0], kinds[1], "QEMU disables a ring before it asks for its base");
-        let of_other = [Change::ResetOwner, Change::Features(0), Change::Kick(0, None)]
-            .map(|change| scene.connection.stop_kind(&change));
-        assert_eq!(of_other, [StopKind::Final; 3]);
+        let of_other = [
+            Change::GetBase(0, AtStop::Finish),
+            Change::ResetOwner,
+            Change::Features(0),
+            Change::Kick(0, None),
+        ]
+        .map(|change| scene.connection.stop_kind(&change));
+        assert_eq!(of_other, [StopKind::Final; 4]);
         let has_region = scene.connection.inflight.is_some();
         let kind = scene.connection.stop_kind(&memory());
         assert_eq!(kind == StopKind::KeepInflight, has_region, "its buffers are in the old memory");
@@ -138,16 +146,24 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     let file = scene.peer_fd.take().unwrap();
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![file]), Ended::Done);
     assert_eq!(stop(&scene), StopKind::KeepInflight);
-    let (region, base) =
-        (protocol_feature::INFLIGHT_SHMFD, protocol_feature::GET_VRING_BASE_INFLIGHT);
+    let region = protocol_feature::INFLIGHT_SHMFD;
     let negotiate = |scene: &mut Scene, features: u64| {
         scene.tell(&Request::SetProtocolFeatures(PROTOCOL_FEATURES & !features), vec![])
     };
-    let refused = negotiate(&mut scene, region);
-    assert!(matches!(refused, Ended::Refused { needs_ack: true, .. }), "{refused:?}");
-    assert_eq!(negotiate(&mut scene, base), Ended::Done);
+    for (left_out, needed) in
+        [(region, "INFLIGHT_SHMFD"), (region | BASE, "_INFLIGHT"), (BASE, "_INFLIGHT")]
+    {
+        let refused = negotiate(&mut scene, left_out);
+        let Ended::Refused { text, needs_ack: true } = refused else { panic!("{refused:?}") };
+        assert!(text.contains(&format!("{needed}, which")), "{text}");
+    }
+    assert_eq!(negotiate(&mut scene, SKIP_DRAIN), Ended::Done);
+    assert_eq!(stop(&scene), StopKind::KeepInflight, "the message itself leaves them");
+    let skips = scene.tell(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
+    assert!(matches!(skips, Ended::Refused { .. }), "{skips:?}");
+    assert_eq!(negotiate(&mut scene, BASE | SKIP_DRAIN), Ended::Done);
     assert_eq!(stop(&scene), StopKind::Final, "the front-end does not know of it");
-    assert_eq!(negotiate(&mut scene, region | base), Ended::Done);
+    assert_eq!(negotiate(&mut scene, region | BASE | SKIP_DRAIN), Ended::Done);
     scene.start();
     scene.connection.begin_pause();
     let kinds = scene.connection.rings.iter().map(RingState::stop_kind);
