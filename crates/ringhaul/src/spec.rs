@@ -339,7 +339,10 @@ impl ExportSettings {
         check_queue_size(self.queue_size).context("the queue size")?;
         ensure!(self.run_max.is_none_or(|max| max <= RUN_MAX), "run-max must be 1 to {RUN_MAX}");
         self.rules.check()?;
-        ensure!(!(self.no_lock && self.late_lock), "it has no lock, and a late one; choose one");
+        ensure!(
+            !(self.no_lock && self.late_lock),
+            "no-lock and late-lock exclude each other; choose one"
+        );
         match self.iothread {
             Some(iothread) if iothread >= iothreads && iothreads == 1 => {
                 bail!("IoThread {iothread} does not exist; with --iothreads 1 there is only 0")

@@ -12,19 +12,19 @@ use super::examiner::Examiner;
 /// A lock that a session holds while any of its queues may run: the right to write to its disks.
 /// Both calls may wait, and are made on threads of their own.
 pub trait RunLock: Send + Sync {
-    /// Takes the lock for a user, whose number is above that of earlier ones.
+    /// Takes the lock for a turn, whose number is above that of earlier ones.
     ///
     /// # Errors
     ///
-    /// If it is not free in time, or the user has released it already.
-    fn take(&self, user: u64) -> io::Result<()>;
+    /// If it is not free in time, or the turn has ended already. Nothing stays locked then.
+    fn take(&self, turn: u64) -> io::Result<()>;
 
-    /// Ends the use of a user, who may not have the lock yet.
-    fn release(&self, user: u64);
+    /// Ends a turn, which may not have the lock yet.
+    fn release(&self, turn: u64);
 }
 
-/// The number of the last user.
-static USERS: AtomicU64 = AtomicU64::new(0);
+/// The number of the last turn.
+static TURNS: AtomicU64 = AtomicU64::new(0);
 
 /// The lock of one session.
 #[derive(Default)]
@@ -40,21 +40,21 @@ pub(super) struct SessionLock {
 enum State {
     #[default]
     Free,
-    Taking(User, oneshot::Receiver<io::Result<()>>),
-    Held(User),
-    Releasing(User, oneshot::Receiver<()>),
+    Taking(Turn, oneshot::Receiver<io::Result<()>>),
+    Held(Turn),
+    Releasing(Turn, oneshot::Receiver<()>),
 }
 
-/// A use of a lock. Dropping it does not end the use: another process may have taken it over, and
-/// the lock with it.
+/// A turn of a session with its lock. Dropping it does not end the turn: another process may have
+/// taken it over, and the lock with it.
 #[derive(Clone)]
-struct User {
+struct Turn {
     lock: Arc<dyn RunLock>,
     number: u64,
 }
 
-/// Ends a use when it is dropped.
-struct Ended(User);
+/// Ends a turn when it is dropped.
+struct Ended(Turn);
 
 impl Drop for Ended {
     fn drop(&mut self) {
@@ -80,30 +80,30 @@ impl SessionLock {
     /// Begins to release the lock if it is held.
     pub(super) fn begin_release(&mut self, examiner: &Examiner, waker: &Waker) {
         self.state = match std::mem::take(&mut self.state) {
-            State::Held(user) => {
-                let ended = Ended(user.clone());
+            State::Held(turn) => {
+                let ended = Ended(turn.clone());
                 let released = examiner.lock(move || drop(ended));
                 released.wake(waker);
-                State::Releasing(user, released)
+                State::Releasing(turn, released)
             }
             other => other,
         };
     }
 
-    /// Ends the use of the lock, in any state. The result comes when it is released; `None`: there
-    /// was no use.
+    /// Ends the turn, in any state. The result comes when the lock is released; `None`: there was
+    /// no turn.
     pub(super) fn end(
         &mut self,
         examiner: &Examiner,
         waker: &Waker,
     ) -> Option<oneshot::Receiver<()>> {
         self.held_back.clear();
-        let user = match std::mem::take(&mut self.state) {
+        let turn = match std::mem::take(&mut self.state) {
             State::Free => return None,
             State::Releasing(_, released) => return Some(released),
-            State::Taking(user, _) | State::Held(user) => user,
+            State::Taking(turn, _) | State::Held(turn) => turn,
         };
-        let ended = Ended(user);
+        let ended = Ended(turn);
         let released = examiner.lock(move || drop(ended));
         released.wake(waker);
         Some(released)
@@ -118,10 +118,10 @@ impl SessionLock {
         waker: &Waker,
     ) -> Poll<io::Result<Vec<usize>>> {
         match std::mem::take(&mut self.state) {
-            State::Taking(user, taken) => match taken.check() {
-                Poll::Pending => self.state = State::Taking(user, taken),
+            State::Taking(turn, taken) => match taken.check() {
+                Poll::Pending => self.state = State::Taking(turn, taken),
                 Poll::Ready(Some(Ok(()))) => {
-                    self.state = State::Held(user);
+                    self.state = State::Held(turn);
                     return Poll::Ready(Ok(std::mem::take(&mut self.held_back)));
                 }
                 Poll::Ready(failed) => {
@@ -132,22 +132,22 @@ impl SessionLock {
                     return Poll::Ready(Err(error.unwrap_or_else(no_thread)));
                 }
             },
-            State::Releasing(user, released) if released.check().is_pending() => {
-                self.state = State::Releasing(user, released);
+            State::Releasing(turn, released) if released.check().is_pending() => {
+                self.state = State::Releasing(turn, released);
             }
-            State::Held(user) => {
-                self.state = State::Held(user);
+            State::Held(turn) => {
+                self.state = State::Held(turn);
                 return Poll::Ready(Ok(Vec::new()));
             }
             State::Free | State::Releasing(..) if self.held_back.is_empty() => {
                 return Poll::Ready(Ok(Vec::new()));
             }
             State::Free | State::Releasing(..) => {
-                let number = USERS.fetch_add(1, Ordering::Relaxed) + 1;
-                let (user, taking) = (User { lock: Arc::clone(lock), number }, Arc::clone(lock));
+                let number = TURNS.fetch_add(1, Ordering::Relaxed) + 1;
+                let (turn, taking) = (Turn { lock: Arc::clone(lock), number }, Arc::clone(lock));
                 let taken = examiner.lock(move || taking.take(number));
                 taken.wake(waker);
-                self.state = State::Taking(user, taken);
+                self.state = State::Taking(turn, taken);
                 // An answer that is there already wakes nothing.
                 return self.poll(lock, examiner, waker);
             }

@@ -22,11 +22,41 @@ impl DiskLocks {
 }
 
 impl RunLock for DiskLocks {
-    fn take(&self, user: u64) -> io::Result<()> {
-        self.0.iter().try_for_each(|lock| lock.take(user)).map_err(io::Error::other)
+    fn take(&self, turn: u64) -> io::Result<()> {
+        let taken = self.0.iter().try_for_each(|lock| lock.take(turn));
+        if taken.is_err() {
+            // No queue will run that needs the locks before the failed one.
+            self.release(turn);
+        }
+        taken.map_err(io::Error::other)
     }
 
-    fn release(&self, user: u64) {
-        self.0.iter().for_each(|lock| lock.release(user));
+    fn release(&self, turn: u64) {
+        self.0.iter().for_each(|lock| lock.release(turn));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::DiskOptions;
+
+    use super::*;
+
+    #[test]
+    fn a_lock_that_fails_leaves_no_other_behind() {
+        let disks = [(); 3].map(|()| tempfile::NamedTempFile::new().unwrap());
+        let locks = disks.each_ref().map(|disk| {
+            disk.as_file().set_len(1 << 20).unwrap();
+            let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+            DiskSource::file(disk.path(), &options).unwrap().late_lock().unwrap()
+        });
+        locks[1].release(1);
+        let locks = DiskLocks(locks.into());
+        locks.take(1).unwrap_err();
+        for disk in &disks {
+            let options = DiskOptions { at_once: true, ..DiskOptions::default() };
+            DiskSource::file(disk.path(), &options).unwrap();
+        }
+        locks.take(2).unwrap();
     }
 }

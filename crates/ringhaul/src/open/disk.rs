@@ -177,16 +177,20 @@ impl OpenDisk {
     }
 }
 
-/// Refuses a late lock for a disk whose layers keep state of the data in memory.
+/// Refuses a late lock for a disk whose layers keep state of the data in memory, and for a file
+/// system without locks.
 fn check_late_lock(source: &DiskSource, settings: &ExportSettings) -> Result<()> {
-    if settings.late_lock && !settings.read_only && source.late_lock().is_none() {
-        bail!(
+    if !settings.late_lock || settings.read_only {
+        return Ok(());
+    }
+    let lock = source.late_lock().with_context(|| {
+        format!(
             "{} cannot be locked late: that is for files and block devices that are written to; \
              use --lock on or --lock off",
             source.chain_text()
-        );
-    }
-    Ok(())
+        )
+    })?;
+    Ok(lock.check()?)
 }
 
 /// Adds advice to an error if the sandbox is its reason.

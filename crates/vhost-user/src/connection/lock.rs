@@ -7,18 +7,19 @@ use super::Connection;
 use crate::ring::{RingState, keep_first};
 
 impl Connection {
-    /// Returns true if a ring may start. Otherwise it starts when the lock is taken.
-    pub(super) fn may_run(&mut self, ring: usize) -> bool {
+    /// Holds a ring back that must not start before the lock is taken. Returns false if the ring
+    /// may start now.
+    pub(super) fn hold_back(&mut self, ring: usize) -> bool {
         let has_memory = self.memory.map.num_regions() > 0;
         if self.setup.run_lock.is_none() || self.run_lock.is_held() {
-            return true;
+            return false;
         }
         if !has_memory || !self.rings[ring].is_due() {
             // It does not start anyway.
-            return true;
+            return false;
         }
         self.run_lock.hold_back(ring);
-        false
+        true
     }
 
     /// Begins to release the lock if the front-end has stopped all rings.

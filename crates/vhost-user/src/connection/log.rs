@@ -113,12 +113,12 @@ fn check_ring(end: u64, index: usize, ring: &RingState, layout: RingLayout) -> R
     check_end(end, &format!("the used ring of queue {index}"), used_end)
 }
 
-fn check_end(end: u64, what: &str, needed: u64) -> Result<(), Refusal> {
+fn check_end(end: u64, subject: &str, needed: u64) -> Result<(), Refusal> {
     if needed <= end {
         return Ok(());
     }
     Err(Refusal::needing_ack(format!(
-        "the log of writes is too small: it ends at address {end:#x}, and {what} at {needed:#x}; \
-         the front-end must send a longer log first"
+        "the log of writes is too small: it ends at address {end:#x}, and {subject} at \
+         {needed:#x}; the front-end must send a longer log first"
     )))
 }

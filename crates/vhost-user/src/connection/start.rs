@@ -24,7 +24,7 @@ impl Connection {
             // The message for the log may still follow.
             return;
         }
-        if !self.may_run(ring) {
+        if self.hold_back(ring) {
             return;
         }
         if let Err(error) = self.make_own_region(ring) {

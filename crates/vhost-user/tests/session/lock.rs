@@ -14,12 +14,12 @@ use crate::scene::{Frontend, QUEUE_SIZE, Scene, USER_ADDR, new_eventfd};
 struct DiskLock(LateLock);
 
 impl RunLock for DiskLock {
-    fn take(&self, user: u64) -> io::Result<()> {
-        self.0.take(user).map_err(io::Error::other)
+    fn take(&self, turn: u64) -> io::Result<()> {
+        self.0.take(turn).map_err(io::Error::other)
     }
 
-    fn release(&self, user: u64) {
-        self.0.release(user);
+    fn release(&self, turn: u64) {
+        self.0.release(turn);
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Advice, fadvise, fdatasync};
 use rustix::io::Errno;
 
-use super::lock::{Conflict, in_use, lock, unlock};
+use super::lock::{Conflict, check_locks, in_use, try_lock, unlock};
 use crate::error::Error;
 use crate::executor::Lock;
 use crate::file::claim::Claim;
@@ -41,6 +41,20 @@ impl LateLock {
         Self { file, users: Lock::default() }
     }
 
+    /// Checks that the file can be locked. Locks nothing.
+    ///
+    /// # Errors
+    ///
+    /// If its file system has no locks.
+    pub fn check(&self) -> Result<(), Error> {
+        check_locks(&self.file).map_err(|error| self.unusable(&without_locks(&error)))
+    }
+
+    fn unusable(&self, error: &io::Error) -> Error {
+        let reason = format!("it cannot be locked: {error}");
+        Error::Unusable { path: self.file.path().to_owned(), reason }
+    }
+
     /// Takes the lock for a user, and drops the pages of the file from the page cache: another host
     /// may have written since they were read. Waits ten seconds at most for another user of the
     /// file to release it.
@@ -51,11 +65,11 @@ impl LateLock {
     /// [released](Self::release) the lock already.
     pub fn take(&self, user: u64) -> Result<(), Error> {
         let (path, end) = (self.file.path(), Instant::now() + LIMIT);
-        let unusable = |reason: String| Error::Unusable { path: path.to_owned(), reason };
         loop {
             let mut users = self.users.lock();
             if users.ended >= user {
-                return Err(unusable("the front-end left before the disk was locked".to_owned()));
+                let reason = "the front-end left before the disk was locked".to_owned();
+                return Err(Error::Unusable { path: path.to_owned(), reason });
             }
             let conflict = match self.try_take(users.holder.take()) {
                 Ok(Ok(claim)) => {
@@ -63,7 +77,7 @@ impl LateLock {
                     return Ok(());
                 }
                 Ok(Err(conflict)) => conflict,
-                Err(error) => return Err(unusable(format!("it cannot be locked: {error}"))),
+                Err(error) => return Err(self.unusable(&error)),
             };
             drop(users);
             if Instant::now() >= end {
@@ -80,7 +94,8 @@ impl LateLock {
         }
         // Locks of one open file, which two disks may have, are not in each other's way.
         let Some(claim) = Claim::new(&*self.file, true)? else { return Ok(Err(Conflict::Locked)) };
-        if let Err(conflict) = lock(&self.file, self.file.path(), false) {
+        let locked = try_lock(&self.file, false).map_err(|error| without_locks(&error))?;
+        if let Err(conflict) = locked {
             return Ok(Err(conflict));
         }
         if let Err(errno) = fadvise(&*self.file, 0, None, Advice::DontNeed) {
@@ -129,12 +144,22 @@ impl LateLock {
     }
 }
 
+/// Adds advice to the error of a file system that refuses locks.
+fn without_locks(error: &io::Error) -> io::Error {
+    io::Error::other(format!(
+        "{error}; use a file system with byte locks, or --lock off if no other program writes to \
+         the disk"
+    ))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::IoSliceMut;
     use std::os::unix::fs::FileExt;
     use std::path::Path;
 
+    use rustix::fs::{Mode, OFlags};
     use rustix::io::{ReadWriteFlags, preadv2};
 
     use super::*;
@@ -201,6 +226,25 @@ mod tests {
         lock.take(2).unwrap();
         lock.release(2);
         assert!(!is_free(disk.path()));
+    }
+
+    /// The kernel refuses a read lock on a file that is open for writing alone, as some file
+    /// systems refuse all locks.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_that_cannot_be_locked_has_no_user() {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let written = File::options().write(true).open(disk.path()).unwrap();
+        let lock = LateLock::new(Arc::new(OpenFile::new(written, disk.path(), false)));
+        let error = lock.take(1).unwrap_err().to_string();
+        assert!(error.contains("cannot be locked") && error.contains("--lock off"), "{error}");
+        assert!(is_free(disk.path()), "a part of the locks stays behind");
+        let file = rustix::fs::open(disk.path(), OFlags::PATH, Mode::empty()).unwrap();
+        let lock = LateLock::new(Arc::new(OpenFile::new(file.into(), disk.path(), false)));
+        let error = lock.check().unwrap_err().to_string();
+        assert!(error.contains("cannot be locked"), "{error}");
+        late(disk.path()).check().unwrap();
     }
 
     /// The locks of one open file are not in each other's way.

@@ -138,9 +138,22 @@ fn bytes(read_only: bool) -> [Vec<i64>; 2] {
 /// After a conflict it has no locks: a file that another program has opened stays open, and would
 /// be taken for the holder of the lock.
 pub(crate) fn lock(file: &impl AsRawFd, path: &Path, read_only: bool) -> Result<bool, Conflict> {
+    let locked = try_lock(file, read_only).map(|locked| locked.map(|()| true));
+    locked.unwrap_or_else(|error| {
+        // Some network file systems have no locks; that alone does not make the file unusable.
+        tracing::warn!(
+            "{}: it cannot be locked: {error}; make sure that no other program writes to it",
+            path.display()
+        );
+        Ok(false)
+    })
+}
+
+/// Like [`lock`], with an error of the file system as an error.
+pub(super) fn try_lock(file: &impl AsRawFd, read_only: bool) -> io::Result<Result<(), Conflict>> {
     let [own, opposite] = bytes(read_only);
-    let locked = try_lock(file, path, &own, &opposite);
-    if locked.is_err() {
+    let locked = lock_bytes(file, &own, &opposite);
+    if !matches!(locked, Ok(Ok(()))) {
         unlock(file, read_only);
     }
     locked
@@ -155,32 +168,20 @@ pub(super) fn unlock(file: &impl AsRawFd, read_only: bool) {
     }
 }
 
-fn try_lock(
+fn lock_bytes(
     file: &impl AsRawFd,
-    path: &Path,
     own: &[i64],
     opposite: &[i64],
-) -> Result<bool, Conflict> {
+) -> io::Result<Result<(), Conflict>> {
     for byte in own {
         match set_read_lock(file, *byte) {
             Ok(()) => {}
-            Err(error) if is_conflict(&error) => return Err(Conflict::Locked),
-            Err(error) => {
-                // Some network file systems have no locks; that alone does not make the file
-                // unusable.
-                tracing::warn!(
-                    "{}: it cannot be locked: {error}; make sure that no other program writes to \
-                     it",
-                    path.display()
-                );
-                return Ok(false);
-            }
+            Err(error) if is_conflict(&error) => return Ok(Err(Conflict::Locked)),
+            Err(error) => return Err(error),
         }
     }
-    if opposite.iter().any(|byte| is_locked(file, *byte)) {
-        return Err(Conflict::Locked);
-    }
-    Ok(true)
+    let is_free = !opposite.iter().any(|byte| is_locked(file, *byte));
+    Ok(if is_free { Ok(()) } else { Err(Conflict::Locked) })
 }
 
 /// Returns true if `file` is locked for writing, as another process was to lock it when it opened
@@ -201,6 +202,11 @@ pub(crate) fn is_still_locked(file: &File) -> bool {
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Checks that the file system of `file` has locks.
+pub(super) fn check_locks(file: &impl AsRawFd) -> io::Result<()> {
+    find_lock(file, UNSHARED + WRITE).map(drop)
 }
 
 fn byte_lock(kind: libc::c_int, byte: i64) -> libc::flock {
@@ -228,10 +234,16 @@ fn set_lock(file: &impl AsRawFd, kind: libc::c_int, byte: i64) -> io::Result<()>
 
 /// Returns true if another open file has a lock on the byte.
 fn is_locked(file: &impl AsRawFd, byte: i64) -> bool {
+    find_lock(file, byte).is_ok_and(|found| found)
+}
+
+fn find_lock(file: &impl AsRawFd, byte: i64) -> io::Result<bool> {
     let mut lock = byte_lock(libc::F_WRLCK, byte);
     // SAFETY: the descriptor is open, and the kernel uses the structure only during the call.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
-    result != -1 && libc::c_int::from(lock.l_type) != libc::F_UNLCK
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK),
+    }
 }
 
 /// The programs that use a file.
