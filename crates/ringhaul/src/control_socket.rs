@@ -124,19 +124,24 @@ impl ControlSocket {
 
     /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
     /// their pending requests first.
-    pub(crate) fn hand_over(self) {
+    pub(crate) fn hand_over(mut self) {
         self.in_progress.wait(LAST_ANSWERS_MAX);
+        self.end_thread();
         // Dropping would remove the socket.
         std::mem::forget(self);
+    }
+
+    fn end_thread(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
     }
 }
 
 impl Drop for ControlSocket {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.end_thread();
     }
 }
 

@@ -38,6 +38,7 @@ use crate::takeover::new_process::{self, Predecessor};
 use crate::threads::ownership::PassedOn;
 use crate::threads::shutdown::Outcome;
 pub use confinement::enter_sandbox;
+use service_status::Reports;
 use start::{PreviousState, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
@@ -109,7 +110,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     };
     let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
     let _metrics = start_metrics(metrics.as_ref(), &daemon)?;
-    service_status::start(&daemon)?;
+    let _reports = Reports::start(&daemon)?;
     let opening = daemon.begin_restore(exports)?;
     end(ending, &daemon, Some(opening), control)
 }
@@ -148,7 +149,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let reload = config.map(|(file, config)| reload_served(file, &config, served, &daemon));
     let reload = reload.and_then(|reload| ok_or_log(reload, "the configuration file"));
     let carry_out = carry_out_passed_on(&daemon, reload.clone());
-    ok_or_log(passed_on.listen(carry_out), "requests to the old process");
+    let _heir = ok_or_log(passed_on.listen(carry_out), "requests to the old process");
     let _signals =
         ok_or_log(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
@@ -156,7 +157,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
         ok_or_log(listen(control, access, &daemon, options), "the control socket").flatten();
     let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
     service_manager::ready();
-    ok_or_log(service_status::start(&daemon), "reports to the service manager");
+    let _reports = ok_or_log(Reports::start(&daemon), "reports to the service manager");
     // The old process may have the address for some seconds.
     let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
     end(ending, &daemon, opening, control)

@@ -1,14 +1,15 @@
 //! Reports to the service manager while the daemon runs: its state in words, and signs of life
 //! while every IoThread turns.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockio::executor::start_thread;
+use blockio::executor::{Lock, start_thread};
 
-use crate::control::subscribers::EventReceiver;
+use crate::control::subscribers::{EventReceiver, Subscription};
 use crate::daemon::Daemon;
 use crate::process::service_manager;
 use crate::spec::command::{Command, ExportStatus, Reply};
@@ -17,25 +18,58 @@ use crate::spec::status::ExportState;
 /// The least time between two reports of the state.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Starts the reports of a daemon, if a service manager listens. They end with the daemon.
-///
-/// # Errors
-///
-/// When the kernel has no thread left.
-pub(super) fn start(daemon: &Arc<Daemon>) -> Result<()> {
-    if !service_manager::is_present() {
-        return Ok(());
+/// The thread that reports. Dropping this ends it.
+pub(super) struct Reports {
+    end: Option<Sender<()>>,
+    subscription: SharedSubscription,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The subscription of the thread. Its end wakes the thread.
+type SharedSubscription = Arc<Lock<Option<Subscription>>>;
+
+impl Reports {
+    /// Starts the reports of a daemon. `None`: no service manager listens.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no thread left.
+    pub(super) fn start(daemon: &Arc<Daemon>) -> Result<Option<Self>> {
+        let is_present = service_manager::is_present();
+        is_present.then(|| Self::begin(daemon, service_manager::watchdog_interval())).transpose()
     }
-    let interval = service_manager::watchdog_interval();
-    let reporter = Reporter { daemon: Arc::downgrade(daemon) };
-    let watchdog = interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
-    start_thread("ringhaul-notify", move || reporter.run(watchdog))
-        .context("cannot start the thread that reports to the service manager")
-        .map(drop)
+
+    fn begin(daemon: &Arc<Daemon>, interval: Option<Duration>) -> Result<Self> {
+        let (end, ended) = channel();
+        let subscription = SharedSubscription::default();
+        let reporter = Reporter {
+            daemon: Arc::downgrade(daemon),
+            ended,
+            subscription: Arc::clone(&subscription),
+        };
+        let watchdog =
+            interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
+        let thread = start_thread("ringhaul-notify", move || reporter.run(watchdog))
+            .context("cannot start the thread that reports to the service manager")?;
+        Ok(Self { end: Some(end), subscription, thread: Some(thread) })
+    }
+}
+
+impl Drop for Reports {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        drop(self.subscription.lock().take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 struct Reporter {
     daemon: Weak<Daemon>,
+    /// Disconnected at the end.
+    ended: Receiver<()>,
+    subscription: SharedSubscription,
 }
 
 /// Signs of life.
@@ -50,8 +84,16 @@ impl Reporter {
     fn run(self, mut watchdog: Option<Watchdog>) {
         while let Some(daemon) = self.daemon.upgrade() {
             // A subscriber that falls behind loses its subscription.
-            let (_subscription, events) = daemon.subscribers().subscribe();
+            let (subscription, events) = daemon.subscribers().subscribe();
             drop(daemon);
+            let mut shared = self.subscription.lock();
+            // Checked under the lock, which the end takes later.
+            if self.ended.try_recv() == Err(TryRecvError::Disconnected) {
+                return;
+            }
+            let earlier = shared.replace(subscription);
+            drop(shared);
+            drop(earlier);
             if !self.follow(&events, &mut watchdog) {
                 return;
             }
@@ -71,7 +113,9 @@ impl Reporter {
             service_manager::status(&describe(&exports));
             // Front-ends that connect and leave in a loop cause one report in a second.
             let pause = watchdog.as_ref().map_or(PAUSE, |watchdog| watchdog.interval.min(PAUSE));
-            std::thread::sleep(pause);
+            if self.ended.recv_timeout(pause) == Err(RecvTimeoutError::Disconnected) {
+                return false;
+            }
             let next = match watchdog {
                 Some(watchdog) => {
                     events.events.recv_timeout(watchdog.due.duration_since(Instant::now()))
@@ -171,7 +215,9 @@ mod tests {
     #[test]
     fn a_reporter_that_fell_behind_goes_on() {
         let (daemon, ending) = daemon();
-        let reporter = Reporter { daemon: Arc::downgrade(&daemon) };
+        let (_end, end) = channel();
+        let subscription = SharedSubscription::default();
+        let reporter = Reporter { daemon: Arc::downgrade(&daemon), ended: end, subscription };
         let ended = || {
             let (subscription, events) = daemon.subscribers().subscribe();
             drop(subscription);
@@ -181,6 +227,22 @@ mod tests {
         let events = ended();
         drop((ending, daemon));
         assert!(!reporter.follow(&events, &mut None));
+    }
+
+    /// Otherwise its thread may be the last owner of the daemon, and close files that it must not.
+    #[test]
+    fn the_thread_of_reports_ends_before_its_daemon() {
+        let (daemon, _ending) = daemon();
+        for interval in [None, Some(Duration::from_secs(3600))] {
+            let before = Arc::weak_count(&daemon);
+            let reports = Reports::begin(&daemon, interval).unwrap();
+            while reports.subscription.lock().is_none() {
+                std::thread::yield_now();
+            }
+            assert_eq!(Arc::weak_count(&daemon), before + 1);
+            drop(reports);
+            assert_eq!(Arc::weak_count(&daemon), before, "the thread still runs");
+        }
     }
 
     #[test]

@@ -2,8 +2,10 @@
 //! stopped.
 
 use std::io::Write;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -203,8 +205,12 @@ impl PassedOnRequests {
     ///
     /// # Errors
     ///
-    /// When the kernel has no thread left.
-    pub(crate) fn listen(mut self, carry_out: impl Fn(PassedOn) + Send + 'static) -> Result<()> {
+    /// When the kernel has no thread or descriptor left.
+    pub(crate) fn listen(
+        mut self,
+        carry_out: impl Fn(PassedOn) + Send + 'static,
+    ) -> Result<HeirThread> {
+        let stream = self.0.stream().try_clone().context("cannot copy a socket")?;
         let listen = move || {
             while let Ok(Some(line)) = self.0.line() {
                 match serde_json::from_slice::<Request>(&line) {
@@ -221,7 +227,30 @@ impl PassedOnRequests {
             }
         };
         let thread = start_thread("ringhaul-heir", listen);
-        thread.context("cannot start the thread that reads from the old process").map(drop)
+        let thread = thread.context("cannot start the thread that reads from the old process")?;
+        Ok(HeirThread { stream, thread: Some(thread) })
+    }
+}
+
+/// The thread that hears requests of the old process. Dropping this ends it.
+pub(crate) struct HeirThread {
+    stream: UnixStream,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl HeirThread {
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for HeirThread {
+    fn drop(&mut self) {
+        // The old process may have ended, and the thread with its connection.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        self.join();
     }
 }
 
@@ -273,7 +302,7 @@ fn ask<T: DeserializeOwned>(
 mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     use clap::{Args, FromArgMatches};
 
@@ -302,7 +331,7 @@ mod tests {
         let (new, old) = UnixStream::pair().unwrap();
         let (heeds, heeded) = mpsc::channel();
         let heed = move |what| heeds.send(what).unwrap();
-        PassedOnRequests(Receiver::new(new)).listen(heed).unwrap();
+        let mut thread = PassedOnRequests(Receiver::new(new)).listen(heed).unwrap();
         let ownership = Ownership::default();
         send(&old, "more", &Value::Null).unwrap();
         send(&old, PASS_ON, &json!("dance")).unwrap();
@@ -312,6 +341,18 @@ mod tests {
         }
         drop(ownership);
         assert_eq!(heeded.iter().collect::<Vec<_>>(), [PassedOn::Reload, PassedOn::End]);
+        thread.join();
+    }
+
+    /// Otherwise the thread may be the last owner of the daemon, and close files that it must not.
+    #[test]
+    fn the_thread_that_hears_the_old_process_ends_before_its_daemon() {
+        let (new, _old) = UnixStream::pair().unwrap();
+        let owned = Arc::new(());
+        let of_thread = Arc::clone(&owned);
+        let heed = move |_| drop(Arc::clone(&of_thread));
+        drop(PassedOnRequests(Receiver::new(new)).listen(heed).unwrap());
+        assert_eq!(Arc::strong_count(&owned), 1, "the thread still runs");
     }
 
     /// An old process without exports, with its settings as it described itself.
