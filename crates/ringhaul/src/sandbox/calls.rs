@@ -18,7 +18,7 @@ use seccompiler::{
 use super::rules::Rules;
 
 /// Calls by their numbers, with rules on their arguments; no rules: always.
-type Calls = BTreeMap<i64, Vec<SeccompRule>>;
+pub(super) type Calls = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Calls that are denied whatever their arguments are: other programs and processes, other users,
 /// owners and modes of files, mounts, the kernel itself.
@@ -195,7 +195,8 @@ pub(super) fn log_denied(rules: &Rules) -> Result<()> {
     apply(denied(rules)?, SeccompAction::Log)
 }
 
-fn denied(rules: &Rules) -> Result<Calls> {
+/// Calls that the process is denied; without rules on their arguments, always.
+pub(super) fn denied(rules: &Rules) -> Result<Calls> {
     let mut calls: Calls =
         DENIED.iter().chain(DENIED_OLD).chain(DENIED_NEW).map(|nr| (*nr, Vec::new())).collect();
     // Threads, but no processes.

@@ -32,12 +32,23 @@ impl Table {
 pub(super) const TABLES: &[Table] = &[
     Table {
         threads: &["iothread-"],
-        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES],
+        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, MEMORY_FILES, LIMITS],
         uses_disks: true,
     },
     Table {
         threads: &["ringhaul-rings", "qcow2"],
-        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, FILES, SOCKETS],
+        calls: &[
+            COMMON,
+            THREADS,
+            LOOP,
+            RINGS,
+            DATA,
+            MESSAGES,
+            FILES,
+            SOCKETS,
+            MEMORY_FILES,
+            LIMITS,
+        ],
         uses_disks: true,
     },
     Table {
@@ -50,7 +61,7 @@ pub(super) const TABLES: &[Table] = &[
             "ringhaul-side",
             "ringhaul-size",
         ],
-        calls: &[COMMON, THREADS, LOOP, DATA, MESSAGES, FILES, SOCKETS],
+        calls: &[COMMON, THREADS, LOOP, DATA, MESSAGES, FILES, SOCKETS, MEMORY_FILES, LIMITS],
         uses_disks: true,
     },
     Table {
@@ -65,7 +76,7 @@ pub(super) const TABLES: &[Table] = &[
     },
     Table {
         threads: &["ringhaul-control"],
-        calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS],
+        calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS, MEMORY_FILES, LIMITS],
         uses_disks: false,
     },
     Table {
@@ -95,8 +106,10 @@ pub(super) const TABLES: &[Table] = &[
 /// A call that a debugger has the kernel skip. It has the result that the debugger chooses.
 const SKIPPED: c_long = 0xffff_ffff;
 
-/// Memory, which is locked for keys, locks, clocks, signals, the use of open descriptors, the end
-/// of a thread and of the process. (`calls.rs` adds memory that is not executable.)
+/// Calls of every thread: memory, which is locked if it has keys; futexes, clocks and signals;
+/// reads and writes of open descriptors; the end of the thread and of the process. `mremap`
+/// enlarges a buffer of the heap. `only` in `calls.rs` adds `mmap` and `mprotect`, without
+/// executable memory.
 const COMMON: &[c_long] = &[
     libc::SYS_write,
     libc::SYS_read,
@@ -110,7 +123,6 @@ const COMMON: &[c_long] = &[
     libc::SYS_exit_group,
     libc::SYS_fcntl,
     libc::SYS_fstat,
-    libc::SYS_ftruncate,
     libc::SYS_getcpu,
     libc::SYS_getpid,
     libc::SYS_getrandom,
@@ -118,7 +130,6 @@ const COMMON: &[c_long] = &[
     libc::SYS_gettimeofday,
     libc::SYS_madvise,
     libc::SYS_membarrier,
-    libc::SYS_memfd_create,
     libc::SYS_mlock,
     libc::SYS_mlock2,
     libc::SYS_mremap,
@@ -127,7 +138,6 @@ const COMMON: &[c_long] = &[
     libc::SYS_nanosleep,
     libc::SYS_ppoll,
     libc::SYS_prctl,
-    libc::SYS_prlimit64,
     libc::SYS_restart_syscall,
     libc::SYS_rseq,
     libc::SYS_rt_sigaction,
@@ -140,6 +150,7 @@ const COMMON: &[c_long] = &[
     libc::SYS_tgkill,
     libc::SYS_writev,
     // The C library musl ends a process by it.
+    #[cfg(target_env = "musl")]
     libc::SYS_tkill,
     SKIPPED,
     #[cfg(target_arch = "x86_64")]
@@ -148,8 +159,8 @@ const COMMON: &[c_long] = &[
     libc::SYS_time,
 ];
 
-/// Pool threads, and the thread that watches the closing of a unit: these are started without the
-/// thread that starts the others.
+/// New threads. `ringhaul-starts` starts all but two kinds: an IoThread starts its pool, and the
+/// removal of a logical unit starts the watch of its closing.
 const THREADS: &[c_long] = &[libc::SYS_clone, libc::SYS_clone3];
 
 /// The loop of an IoThread, with its engines.
@@ -229,6 +240,13 @@ const EVENTS: &[c_long] = &[
     libc::SYS_epoll_wait,
 ];
 
+/// Files in memory: an inflight region, the record of a front-end, and zeroes in place of guest
+/// memory that is lost. A disk gets its size by the same call.
+const MEMORY_FILES: &[c_long] = &[libc::SYS_memfd_create, libc::SYS_ftruncate];
+
+/// Limits of this process, which are read. (`calls.rs` denies the limits of other processes.)
+const LIMITS: &[c_long] = &[libc::SYS_prlimit64];
+
 /// Files of guest memory that are looked at and mapped.
 const MEMORY: &[c_long] = &[
     libc::SYS_fstat,
@@ -294,9 +312,22 @@ const FILES: &[c_long] = &[
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::path::Path;
 
     use super::*;
+    use crate::sandbox::calls;
+    use crate::sandbox::rules::Rules;
+
+    fn lists(table: &Table, call: c_long) -> bool {
+        table.calls.iter().any(|list| list.contains(&call))
+    }
+
+    /// The threads whose tables have a call.
+    fn threads_with(call: c_long) -> BTreeSet<&'static str> {
+        let tables = TABLES.iter().filter(|table| lists(table, call));
+        tables.flat_map(|table| table.threads.iter().copied()).collect()
+    }
 
     /// Threads that run libraries of the system.
     const WITHOUT_TABLE: [&str; 2] = ["nbd-resolve", "ringhaul-rbd"];
@@ -357,6 +388,79 @@ mod tests {
         for name in TABLES.iter().flat_map(|table| table.threads) {
             let is_main = *name == "ringhaul";
             assert!(is_main || names.iter().any(|known| known == name), "no thread {name}");
+        }
+    }
+    /// The filter of the process comes first, so that such an entry would have no effect.
+    #[test]
+    fn no_table_has_a_call_that_the_process_is_denied() {
+        let mut rules = Rules::default();
+        rules.server(10809);
+        let denied = calls::denied(&rules).unwrap();
+        let always = denied.iter().filter(|(_, rules)| rules.is_empty()).map(|(call, _)| *call);
+        for call in always {
+            assert_eq!(threads_with(call), BTreeSet::new(), "call {call}");
+        }
+    }
+
+    #[test]
+    fn every_table_has_the_calls_of_the_handler_of_denials_and_of_ends() {
+        #[cfg(target_arch = "x86_64")]
+        let poll = libc::SYS_poll;
+        #[cfg(not(target_arch = "x86_64"))]
+        let poll = libc::SYS_ppoll;
+        for call in [
+            libc::SYS_prctl,
+            libc::SYS_write,
+            poll,
+            libc::SYS_exit_group,
+            libc::SYS_rt_sigreturn,
+            libc::SYS_exit,
+            libc::SYS_futex,
+            libc::SYS_munmap,
+        ] {
+            let lacking = TABLES.iter().find(|table| !lists(table, call));
+            assert!(lacking.is_none(), "{:?} lacks call {call}", lacking.unwrap().threads);
+        }
+    }
+
+    /// Calls with which a thread that a guest has taken over would reach further.
+    #[test]
+    fn calls_that_reach_further_belong_to_few_threads() {
+        let open_disks = [
+            "qcow2",
+            "ringhaul",
+            "ringhaul-client",
+            "ringhaul-open",
+            "ringhaul-reload",
+            "ringhaul-restore",
+            "ringhaul-rings",
+            "ringhaul-side",
+            "ringhaul-size",
+        ];
+        let also = |more: &[&'static str]| open_disks.iter().chain(more).copied().collect();
+        let only = |threads: &[&'static str]| threads.iter().copied().collect::<BTreeSet<_>>();
+        let with_files = [
+            "nbd-connect",
+            "ringhaul-close",
+            "ringhaul-config",
+            "ringhaul-control",
+            "ringhaul-lock",
+            "ringhaul-metric",
+            "ringhaul-reserve",
+        ];
+        for (call, threads) in [
+            (libc::SYS_openat, also(&with_files)),
+            (libc::SYS_unlinkat, also(&with_files)),
+            (libc::SYS_renameat, also(&with_files)),
+            (libc::SYS_socket, also(&["nbd-connect", "ringhaul-control", "ringhaul-notify"])),
+            (libc::SYS_connect, also(&["nbd-connect", "ringhaul-control", "ringhaul-notify"])),
+            (libc::SYS_io_uring_setup, only(&["iothread-", "qcow2", "ringhaul-rings"])),
+            (libc::SYS_clone, also(&["iothread-"])),
+            (libc::SYS_memfd_create, also(&["iothread-", "ringhaul-control"])),
+            (libc::SYS_ftruncate, also(&["iothread-", "ringhaul-control"])),
+            (libc::SYS_prlimit64, also(&["iothread-", "ringhaul-control"])),
+        ] {
+            assert_eq!(threads_with(call), threads, "threads with call {call}");
         }
     }
 }
