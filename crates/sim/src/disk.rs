@@ -219,6 +219,9 @@ impl Disk {
             }
             // A discard may leave the old content.
             state.history.end_write(write, end, done && !effect.is_optional, done && is_stable);
+            if outcome == RequestOutcome::Failed {
+                state.history.note_failed(write);
+            }
         }
         if done && effect.flushes {
             state.history.flushed(begin);

@@ -2,12 +2,12 @@
 
 mod lives;
 mod units;
+pub(crate) mod waits;
 
 use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::Remote;
-use blockio::thread::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, WRITEBACK_OFFSET};
 use device::scsi::RemovedUnit;
 use device::{Device, QueueHandle, QueueSetup, StartError, StopKind, oneshot};
@@ -19,34 +19,17 @@ use crate::disk::Disk;
 use crate::failure::Failure;
 use crate::front_end::{Event, FrontEnd};
 use crate::guest::Guest;
+use crate::guest::ring::first_base;
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::world::World;
-
-/// An available chain that was not yet popped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct WaitingChain {
-    next_avail: u16,
-    /// When the chain was first seen: rounds of the IoThread, its time, and the time for which ops
-    /// have held it up.
-    since: (u64, u64, u64),
-}
-
-/// The progress of an IoThread after a turn.
-pub(crate) struct ThreadProgress {
-    pub(crate) rounds: u64,
-    /// Excludes time that other threads took while this one was ready to run.
-    pub(crate) time_ns: u64,
-    /// Nanoseconds for which ops have held up the thread.
-    pub(crate) held_ns: u64,
-    /// The kernel has refused a submit in this turn.
-    pub(crate) was_refused: bool,
-}
+use waits::WaitingChain;
 
 /// The state of a queue. With a front-end, a session starts and stops the queues and keeps the
 /// inner values.
 enum QueueState {
-    Stopped(u16),
+    /// At this base.
+    Stopped(u32),
     Starting(Option<oneshot::Receiver<Result<QueueHandle, StartError>>>),
     Running(Option<QueueHandle>),
     Stopping(Option<oneshot::Receiver<u32>>),
@@ -121,7 +104,7 @@ impl Export {
         let left_out = [
             (F_EVENT_IDX, self.plan.event_idx == 0),
             (F_INDIRECT_DESC, self.plan.indirect == 0),
-            (device::blk::config::F_RING_PACKED, true),
+            (device::blk::config::F_RING_PACKED, self.plan.packed == 0),
             (F_FLUSH, is_blk && self.plan.no_flush > 0),
             (F_CONFIG_WCE, is_blk && self.plan.no_wce > 0),
             (VIRTIO_SCSI_F_HOTPLUG, !is_blk && no_events),
@@ -164,19 +147,19 @@ impl Export {
                     Ok(QueueState::Running(Some(handle)))
                 }),
                 QueueState::Stopping(Some(pending)) => pending.poll().map(|base| {
-                    let next_avail = u16::try_from(base).expect("the rings are split");
-                    self.trace(|| format!("queue {index} stopped at {base}"));
+                    self.trace(|| format!("queue {index} stopped at {base:#x}"));
                     self.guest.set_stopped(index);
                     self.guest.note_marked(index);
-                    let (used, left) =
-                        (self.guest.indexes(index).0, self.guest.marked_count(index));
-                    if used.wrapping_add(left) != next_avail {
+                    let left = self.guest.marked(index);
+                    let expected = self.guest.base(index, &left);
+                    if base != expected {
                         let text = format!(
-                            "queue {index} took {base} chains, answered {used}, left {left}"
+                            "queue {index} stopped at {base:#x} and not {expected:#x}; it has left \
+                             {left:?}"
                         );
                         return Err(Failure::new("bad stop", text));
                     }
-                    Ok(QueueState::Stopped(next_avail))
+                    Ok(QueueState::Stopped(base))
                 }),
                 _ => None,
             };
@@ -201,12 +184,12 @@ impl Export {
         for event in front_end.take_events() {
             match event {
                 Event::Started(queue) => self.queue_states[queue] = QueueState::Running(None),
-                Event::Stopped(queue, next_avail) => {
-                    self.queue_states[queue] = QueueState::Stopped(next_avail);
+                Event::Stopped(queue, base) => {
+                    self.queue_states[queue] = QueueState::Stopped(base);
                 }
                 Event::AllStopped => {
                     for (queue, state) in self.queue_states.iter_mut().enumerate() {
-                        *state = QueueState::Stopped(self.guest.indexes(queue).0);
+                        *state = QueueState::Stopped(self.guest.base(queue, &[]));
                     }
                 }
                 Event::Cached(is_cached) => self.disks[0].set_write_through(!is_cached),
@@ -239,16 +222,16 @@ impl Export {
 
     /// Starts a queue on IoThread number `place`, behind `thread`.
     pub(crate) fn start(&mut self, queue: usize, thread: &Remote, place: usize) {
-        let QueueState::Stopped(next_avail) = self.queue_states[queue] else { return };
+        let QueueState::Stopped(base) = self.queue_states[queue] else { return };
         if let Some(front_end) = &mut self.front_end {
-            front_end.start(queue, next_avail);
+            front_end.start(queue, base);
             self.queue_states[queue] = QueueState::Starting(None);
             return;
         }
         let (kick, call) = self.guest.eventfds(queue);
         let setup = QueueSetup {
             memory: Arc::clone(&self.memory),
-            ring: self.guest.ring(queue, next_avail),
+            ring: self.guest.ring(queue, base),
             inflight: self.region.as_ref().map(|region| {
                 region.queue(number(queue)).expect("the region has an account for each queue")
             }),
@@ -398,63 +381,7 @@ impl Export {
 
     /// A number that changes when requests are answered.
     pub(crate) fn answered(&self) -> u64 {
-        (0..self.places.len()).map(|queue| u64::from(self.guest.indexes(queue).0)).sum()
-    }
-
-    /// Checks after a turn of IoThread `thread` that no chain of a running queue has waited too
-    /// long. Where io_uring watches the kicks, none shows while the kernel refuses its entries, so
-    /// each refusal restarts the wait.
-    pub(crate) fn check_waits(
-        &mut self,
-        thread: usize,
-        progress: &ThreadProgress,
-    ) -> Result<(), Failure> {
-        let ThreadProgress { rounds, time_ns: now, held_ns, was_refused } = *progress;
-        let held_ns_max = self.plan.held_ns_max(ROUND_BYTES_UNTIL_SERVED);
-        let is_deaf = was_refused && self.plan.has_engine(2);
-        for (queue, (place, waiting)) in self.places.iter_mut().enumerate() {
-            let place = self.front_end.as_ref().map_or(*place, |f| f.place(queue));
-            if place != thread {
-                continue;
-            }
-            if let (1, QueueState::Running(Some(handle))) =
-                (self.plan.scsi, &self.queue_states[queue])
-            {
-                self.guest.set_popped(queue, handle.next_avail());
-            }
-            let next_avail = match (&self.queue_states[queue], &self.front_end) {
-                // The queue may have no room for chains.
-                (QueueState::Running(Some(handle)), _) if handle.is_full() => None,
-                (QueueState::Running(Some(handle)), _) => Some(handle.next_avail()),
-                (QueueState::Running(None), Some(front_end)) => front_end.next_avail(queue),
-                _ => None,
-            };
-            let Some(next_avail) = next_avail else {
-                *waiting = None;
-                continue;
-            };
-            let announced = self.guest.announced(queue);
-            // The queue may have been faster than the driver with its kick.
-            if announced.wrapping_sub(next_avail).cast_signed() <= 0 {
-                *waiting = None;
-                continue;
-            }
-            let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
-            let since = (rounds, now, held_ns);
-            let WaitingChain { since, .. } =
-                *waiting.insert(waits.unwrap_or(WaitingChain { next_avail, since }));
-            let (waited, time, held) = (rounds - since.0, now - since.1, held_ns - since.2);
-            let is_late = waited > u64::from(ROUNDS_UNTIL_SERVED) || held > held_ns_max;
-            if is_late && time >= self.plan.check_delay_ns() {
-                let text = format!(
-                    "invariant 14: device {}, queue {queue}: avail entry {next_avail} was left for \
-                     {waited} rounds of IoThread {thread}, {time} ns, {held} ns of them in submits",
-                    self.index
-                );
-                return Err(Failure::new("starved", text));
-            }
-        }
-        Ok(())
+        (0..self.places.len()).map(|queue| u64::from(self.guest.used_place(queue))).sum()
     }
 
     /// Checks that the memory map is unused while no queue runs.
@@ -492,7 +419,7 @@ fn number(queue: usize) -> u16 {
 }
 
 fn stopped(plan: &Plan) -> Vec<QueueState> {
-    (0..plan.queue_count()).map(|_| QueueState::Stopped(plan.first_index())).collect()
+    (0..plan.queue_count()).map(|_| QueueState::Stopped(first_base(plan))).collect()
 }
 
 fn places(plan: &Plan) -> Vec<(usize, Option<WaitingChain>)> {

@@ -2,6 +2,7 @@
 //! session. It never waits. A step is a message or a part of one, an answer to read, or the
 //! session's work.
 
+mod answers;
 mod inflight;
 mod link;
 mod script;
@@ -31,8 +32,8 @@ const AHEAD_MAX: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
     Started(usize),
-    /// The queue has stopped at this avail entry.
-    Stopped(usize, u16),
+    /// The queue has stopped at this base.
+    Stopped(usize, u32),
     /// All queues have stopped: the device was reset, or the session is over.
     AllStopped,
     /// True if the driver's writes are cached from now on.
@@ -46,7 +47,7 @@ enum OnReply {
     /// The answer is this number.
     Number(u64),
     Started(usize),
-    /// The answer is the avail entry at which a queue has stopped.
+    /// The answer is the base at which a queue has stopped.
     Base(usize),
     Disabled(usize),
     /// Only the last map of the memory is left.
@@ -232,7 +233,7 @@ impl FrontEnd {
         }
     }
 
-    /// The next avail entry that a running queue pops.
+    /// The place of the next chain that a running queue pops.
     pub(crate) fn next_avail(&self, queue: usize) -> Option<u16> {
         self.link.as_ref().filter(|_| self.is_idle())?.session.next_avail(queue)
     }
@@ -412,85 +413,6 @@ impl FrontEnd {
         };
         self.trace(|| format!("message {number} is answered: {then:?}"));
         self.conclude(header, &body, then)
-    }
-}
-
-impl FrontEnd {
-    fn conclude(&mut self, header: Header, body: &[u8], then: OnReply) -> Result<(), Failure> {
-        let is_ack = !header.has_answer();
-        let wrong = |this: &Self| Err(this.fail("a wrong answer", &format!("{then:?}: {body:?}")));
-        if is_ack && body != [0; 8] {
-            return wrong(self);
-        }
-        match then {
-            OnReply::Nothing => {}
-            OnReply::Number(number) if body == number.to_ne_bytes() => {}
-            OnReply::Number(_) => return wrong(self),
-            OnReply::Started(queue) => self.events.push(Event::Started(queue)),
-            OnReply::Base(queue) => {
-                let next_avail = body.get(4..).and_then(|bytes| bytes.try_into().ok());
-                let Some(next_avail) = next_avail.map(u32::from_ne_bytes) else {
-                    return wrong(self);
-                };
-                // Waiting requests may be left in the region.
-                let left = if self.has_region { self.guest.marked_count(queue) } else { 0 };
-                self.stopped(queue, u16::try_from(next_avail).ok(), left)?;
-            }
-            OnReply::Disabled(queue) => {
-                self.vrings[queue].is_paused = true;
-                let next_avail = self.link.as_ref().and_then(|l| l.session.next_avail(queue));
-                let left = if self.has_region { self.guest.marked_count(queue) } else { 0 };
-                self.stopped(queue, next_avail, left)?;
-            }
-            OnReply::Mapped if self.is_idle() => self.check_memory()?,
-            // The next map may already be in place, or be in progress.
-            OnReply::Mapped => {}
-            OnReply::Negotiated => self.report_cache(),
-            OnReply::Region if self.take_region(body) => {}
-            OnReply::Region => return wrong(self),
-            OnReply::HasRegion => self.has_region = true,
-            OnReply::Writeback(value) => {
-                if body.last() != Some(&value) {
-                    return wrong(self);
-                }
-                self.is_cached = value != 0;
-                self.report_cache();
-            }
-            OnReply::Reset { keeps_cache } => {
-                self.vrings
-                    .iter_mut()
-                    .for_each(|vring| (vring.runs, vring.is_paused) = (false, false));
-                self.is_cached = if keeps_cache { self.is_cached } else { self.can_cache() };
-                self.events.push(Event::AllStopped);
-            }
-        }
-        Ok(())
-    }
-
-    /// Reports the state of the cache, unless a waiting message may change it: the guest may not
-    /// rely on an answer that the device has overtaken.
-    fn report_cache(&mut self) {
-        let changes = |then: &OnReply| {
-            matches!(then, OnReply::Writeback(_) | OnReply::Negotiated | OnReply::Reset { .. })
-        };
-        let mut waiting =
-            self.expected.iter().map(|(_, then)| then).chain(self.to_send.iter().map(|i| &i.then));
-        if !waiting.any(changes) {
-            self.events.push(Event::Cached(self.is_cached));
-        }
-    }
-
-    /// Checks that a queue has stopped at this avail entry and has left this many requests.
-    fn stopped(&mut self, queue: usize, next_avail: Option<u16>, left: u16) -> Result<(), Failure> {
-        let (used, _) = self.guest.indexes(queue);
-        let Some(next_avail) = next_avail.filter(|next| *next == used.wrapping_add(left)) else {
-            let text = format!(
-                "queue {queue} has taken {next_avail:?} chains, answered {used} and left {left}"
-            );
-            return Err(self.fail("a queue says that it has stopped", &text));
-        };
-        self.events.push(Event::Stopped(queue, next_avail));
-        Ok(())
     }
 }
 

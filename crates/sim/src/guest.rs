@@ -2,6 +2,7 @@
 
 mod answers;
 mod outcomes;
+pub(crate) mod ring;
 mod scsi;
 mod snapshot;
 
@@ -13,7 +14,7 @@ use blockio::engine::kernel::sim::is_readable;
 use device::Ring;
 use iomem::fits;
 use rustix::event::{EventfdFlags, eventfd};
-use virtqueue::driver::{Desc, Driver, Used};
+use virtqueue::driver::{Desc, Used};
 use virtqueue::{GuestMemory, QueueConfig};
 
 use crate::chain_request::ChainRequest;
@@ -25,6 +26,7 @@ use crate::request::Request;
 use crate::rng::Rng;
 use crate::scsi::{CONTROL_QUEUE, EVENT_QUEUE};
 use crate::world::World;
+use ring::GuestRing;
 use scsi::Scsi;
 use snapshot::Survivors;
 
@@ -47,7 +49,7 @@ struct Outstanding {
     /// The area after the guest has written it.
     image: Vec<u8>,
     begin: u64,
-    /// Its avail entry.
+    /// Its place in the ring.
     entry: u16,
     /// The time at which the device was seen to have taken the request.
     popped: Option<u64>,
@@ -55,11 +57,11 @@ struct Outstanding {
 
 pub(crate) struct GuestQueue {
     ring: Ring,
-    driver: Driver<Rc<GuestMemory>>,
+    driver: GuestRing,
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Option<OwnedFd>,
     attention: Attention,
-    /// The avail idx before the published chains for which the kick is not yet decided.
+    /// The place of the first published chain for which the kick is not yet decided.
     published_from: Option<u16>,
     outstanding: Vec<Option<Outstanding>>,
     /// By head: the area at the answer to its last request. It must not change until the next one.
@@ -136,11 +138,12 @@ impl Guest {
     pub(crate) fn reboot(&self) {
         let queues = fits(self.plan.queue_count(), "a number of queues");
         let queue = |index| {
-            let ring = self.layout.ring(index, self.plan.first_index());
+            let ring = self.layout.ring(index, ring::first_place(&self.plan));
             let memory = Rc::clone(&self.memory);
+            let driver = GuestRing::new(&self.plan, memory, self.driver_config(ring));
             GuestQueue {
                 ring,
-                driver: Driver::new(memory, self.driver_config(ring)),
+                driver,
                 kick: (self.plan.no_kick == 0).then(new_eventfd),
                 call: (self.plan.no_call == 0).then(new_eventfd),
                 attention: Attention::Awake,
@@ -191,9 +194,14 @@ impl Guest {
         duplicate(queue.kick.as_ref())
     }
 
-    /// The place of a queue's ring, for a device that begins with this avail entry.
-    pub(crate) fn ring(&self, queue: usize, next_avail: u16) -> Ring {
-        Ring { next_avail, ..self.state.borrow().queues[queue].ring }
+    /// The place of a queue's ring, for a device that begins at this base.
+    pub(crate) fn ring(&self, queue: usize, base: u32) -> Ring {
+        ring::at_base(&self.plan, self.state.borrow().queues[queue].ring, base)
+    }
+
+    /// The base of a queue whose device has left no request, or these heads in its region.
+    pub(crate) fn base(&self, queue: usize, left: &[usize]) -> u32 {
+        self.state.borrow().queues[queue].driver.base(&self.plan, left)
     }
 
     /// Moves the ring of a queue that does not run to its other place.
@@ -203,17 +211,17 @@ impl Guest {
         queue.driver.move_to(self.driver_config(queue.ring));
     }
 
-    /// The avail idx up to which the device must check by itself: it was kicked for these chains,
-    /// or has asked for no kick.
-    pub(crate) fn announced(&self, queue: usize) -> u16 {
+    /// True if a device that takes the chain at `next` now has more chains to take by itself: it
+    /// was kicked for them, or has asked for no kick.
+    pub(crate) fn has_announced(&self, queue: usize, next: u16) -> bool {
         let queue = &self.state.borrow().queues[queue];
-        queue.published_from.unwrap_or(queue.driver.avail_idx())
+        let end = queue.published_from.unwrap_or(queue.driver.end());
+        queue.driver.has_more(next, end)
     }
 
-    /// Used idx and avail idx.
-    pub(crate) fn indexes(&self, queue: usize) -> (u16, u16) {
-        let driver = &self.state.borrow().queues[queue].driver;
-        (driver.ring().used_idx(), driver.avail_idx())
+    /// The place of the next used element.
+    pub(crate) fn used_place(&self, queue: usize) -> u16 {
+        self.state.borrow().queues[queue].driver.used_place()
     }
 
     pub(crate) fn failure(&self) -> Option<Failure> {
@@ -246,11 +254,11 @@ impl Guest {
                 text += &format!("\n  queue {index}: {request}, out since {begin}");
             }
             text += &format!(
-                "\n  queue {index}: guest {:?}, avail idx {}, used idx {}, looked at {}",
+                "\n  queue {index}: guest {:?}, avail {:#x}, used {:#x}, looked at {}",
                 queue.attention,
-                queue.driver.avail_idx(),
-                queue.driver.ring().used_idx(),
-                !queue.driver.ring().has_used(),
+                queue.driver.end(),
+                queue.driver.used_place(),
+                !queue.driver.has_used(),
             );
         }
         text
@@ -296,7 +304,7 @@ impl Guest {
         if state.rush_left == 0 || state.queues.is_empty() {
             return;
         }
-        while state.queues[0].driver.ring().has_used() && state.failure.is_none() {
+        while state.queues[0].driver.has_used() && state.failure.is_none() {
             self.take_answer(state, 0);
         }
         if state.queues[0].published_from.is_none() {
@@ -371,7 +379,7 @@ impl Guest {
         let Some(pieces) = pieces else { return false };
         self.memory.write(area, &image).expect("areas are mapped");
         let begin = self.world.tick();
-        let entry = queue.driver.ring().next_avail;
+        let entry = queue.driver.next_place();
         queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
         // The device may not change the table either.
         self.memory.read(area, &mut image).expect("areas are mapped");
@@ -400,7 +408,7 @@ impl Guest {
     fn decide_kick(&self, state: &mut State, index: usize) {
         let queue = &mut state.queues[index];
         let Some(from) = queue.published_from.take() else { return };
-        let wanted = queue.driver.ring().needs_kick(from);
+        let wanted = queue.driver.needs_kick(from);
         self.trace(|| format!("queue {index}: kick: {wanted}"));
         if let Some(kick) = queue.kick.as_ref().filter(|_| wanted) {
             write_eventfd(kick);
@@ -418,9 +426,8 @@ impl Guest {
             self.trace(|| format!("queue {index}: wakes up"));
             queue.attention = Attention::Awake;
         }
-        let ring = queue.driver.ring();
-        // With event idx, the used event falls behind by itself.
-        if queue.attention == Attention::Awake && !ring.config.event_idx {
+        let ring = &queue.driver;
+        if queue.attention == Attention::Awake {
             ring.disable_calls();
         }
         if ring.has_used() {
@@ -468,7 +475,7 @@ impl GuestQueue {
             // something count as steps, or a hang would never show.
             Attention::Asleep => match &self.call {
                 Some(call) => is_readable(call.as_fd()),
-                None => self.driver.ring().has_used(),
+                None => self.driver.has_used(),
             },
         }
     }
@@ -479,10 +486,7 @@ impl GuestQueue {
 
     /// True if the device has answered the chain with this head, and the guest has not seen it.
     fn is_answered(&self, head: usize) -> bool {
-        let ring = self.driver.ring();
-        let unseen = ring.used_idx().wrapping_sub(ring.next_used);
-        let mut used = (0..unseen).map(|at| ring.used(ring.next_used.wrapping_add(at)).head);
-        used.any(|used| usize::try_from(used) == Ok(head))
+        self.driver.unseen().into_iter().any(|used| usize::try_from(used) == Ok(head))
     }
 }
 

@@ -24,6 +24,9 @@ struct Write {
     certain: bool,
     /// Its answer promised that it is on stable storage.
     durable: bool,
+    /// Answered with an error. Later flushes promise nothing about it: the kernel may have dropped
+    /// its data after reads have seen them.
+    failed: bool,
     /// Times of death of the daemons that had the write.
     deaths: Vec<u64>,
 }
@@ -59,8 +62,15 @@ impl History {
     /// The history of a disk with this content.
     pub(crate) fn new(content: impl Iterator<Item = Value>) -> Self {
         let sector = |value| {
-            let first =
-                Write { value, begin: 0, end: 0, certain: true, durable: true, deaths: Vec::new() };
+            let first = Write {
+                value,
+                begin: 0,
+                end: 0,
+                certain: true,
+                durable: true,
+                failed: false,
+                deaths: Vec::new(),
+            };
             Sector { writes: vec![first], ..Sector::default() }
         };
         Self { sectors: content.map(sector).collect(), last_flush: 0 }
@@ -78,6 +88,7 @@ impl History {
             end: NEVER,
             certain: false,
             durable: false,
+            failed: false,
             deaths: Vec::new(),
         });
         (sector, writes.len() - 1)
@@ -86,6 +97,11 @@ impl History {
     pub(crate) fn end_write(&mut self, write: WriteRef, end: u64, certain: bool, durable: bool) {
         let write = &mut self.sector(write.0).writes[write.1];
         (write.end, write.certain, write.durable) = (end, certain, durable);
+    }
+
+    /// Notes that a write was answered with an error.
+    pub(crate) fn note_failed(&mut self, write: WriteRef) {
+        self.sector(write.0).writes[write.1].failed = true;
     }
 
     /// Removes a refused write, which must have had no effect.
@@ -169,7 +185,8 @@ impl History {
         power_lost: bool,
     ) -> Result<(), Failure> {
         let writes = &self.sectors[sector].writes;
-        let is_kept = |w: &Write| !power_lost || w.durable || w.end < self.last_flush;
+        let is_flushed = |w: &Write| w.end < self.last_flush && !w.failed;
+        let is_kept = |w: &Write| !power_lost || w.durable || is_flushed(w);
         let durable = |w: &Write| self.sectors[sector].has_happened(w) && is_kept(w);
         let possible = writes.iter().any(|write| {
             write.value == value
@@ -419,6 +436,23 @@ mod tests {
         assert!(!history.must_have(0, B, 25, 60));
         // A request's own write follows its read.
         assert!(history.must_have(0, A, 40, 60) && history.must_have(0, A, 40, 45));
+    }
+
+    #[test]
+    fn a_flush_promises_nothing_about_a_failed_write() {
+        for failed in [false, true] {
+            let mut history = history(&[], &[]);
+            let write = history.begin_write(0, A, 10);
+            history.end_write(write, 20, false, false);
+            if failed {
+                history.note_failed(write);
+            }
+            history.read(0, A, 21, 22);
+            history.flushed(30);
+            assert_eq!(history.check_left(0, Value::Id(1), true).is_ok(), failed);
+            assert!(history.check_left(0, A, true).is_ok());
+            assert!(history.check_left(0, Value::Id(1), false).is_err());
+        }
     }
 
     #[test]

@@ -15,11 +15,17 @@ use crate::plan::Plan;
 
 /// Bytes of an entry of an account, which begins with the mark. The header before the first entry
 /// has the same length.
-const ENTRY_BYTES: usize = 16;
+const SPLIT_ENTRY_BYTES: usize = 16;
+const PACKED_ENTRY_BYTES: usize = 32;
+/// Offsets in an entry for a packed ring: the number of the last entry of the same request, and the
+/// id of a descriptor.
+const ENTRY_LAST: usize = 4;
+const ENTRY_ID: usize = 16;
 
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
     pub(crate) area: InflightArea,
+    layout: RingLayout,
     file: Arc<File>,
 }
 
@@ -33,16 +39,16 @@ impl Region {
     /// Creates a region.
     pub(crate) fn new(plan: &Plan) -> Self {
         let area = Self::wanted(plan);
-        let size = InflightRegion::bytes(RingLayout::Split, area.queues, area.queue_size);
+        let size = InflightRegion::bytes(plan.layout(), area.queues, area.queue_size);
         let file = rustix::fs::memfd_create("inflight", MemfdFlags::CLOEXEC);
         let file = File::from(file.expect("the simulation needs a memory file"));
         file.set_len(size).expect("the simulation needs memory");
-        Self::from_parts(InflightArea { size, ..area }, file.into())
+        Self::from_parts(plan, InflightArea { size, ..area }, file.into())
     }
 
     /// A region that a daemon has made.
-    pub(crate) fn from_parts(area: InflightArea, file: OwnedFd) -> Self {
-        Self { area, file: Arc::new(File::from(file)) }
+    pub(crate) fn from_parts(plan: &Plan, area: InflightArea, file: OwnedFd) -> Self {
+        Self { area, layout: plan.layout(), file: Arc::new(File::from(file)) }
     }
 
     pub(crate) fn descriptor(&self) -> OwnedFd {
@@ -56,19 +62,31 @@ impl Region {
         let config = RegionConfig { guest_addr: 0, size, user_addr: 0, file, file_offset };
         let memory = GuestMemory::new(&[config], &MappingRules::default());
         let memory = Arc::new(memory.expect("the simulation needs memory"));
-        InflightRegion::new(memory, RingLayout::Split, queues, queue_size)
+        InflightRegion::new(memory, self.layout, queues, queue_size)
             .expect("it was made for these queues")
     }
 
     /// The heads of marked requests of a queue.
     pub(crate) fn marked(&self, queue: usize) -> Vec<usize> {
         let InflightArea { queue_size, .. } = self.area;
-        let of_one = InflightRegion::bytes(RingLayout::Split, 1, queue_size);
+        let of_one = InflightRegion::bytes(self.layout, 1, queue_size);
         let account: usize = fits(of_one, "bytes of an account");
         let content = self.content();
-        let entries = content[queue * account..][..account].chunks_exact(ENTRY_BYTES);
-        let entries = entries.skip(1).take(queue_size.into()).enumerate();
-        entries.filter(|(_, entry)| entry[0] != 0).map(|(head, _)| head).collect()
+        let entry_bytes = match self.layout {
+            RingLayout::Split => SPLIT_ENTRY_BYTES,
+            RingLayout::Packed => PACKED_ENTRY_BYTES,
+        };
+        let entries = content[queue * account..][..account].chunks_exact(entry_bytes);
+        let entries: Vec<_> = entries.skip(1).take(queue_size.into()).collect();
+        let marked = (0..entries.len()).filter(|at| entries[*at][0] != 0);
+        let number = |entry: usize, at: usize| {
+            usize::from(u16::from_ne_bytes([entries[entry][at], entries[entry][at + 1]]))
+        };
+        let head = |entry| match self.layout {
+            RingLayout::Split => entry,
+            RingLayout::Packed => number(number(entry, ENTRY_LAST), ENTRY_ID),
+        };
+        marked.map(head).collect()
     }
 
     pub(crate) fn content(&self) -> Vec<u8> {

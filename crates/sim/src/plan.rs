@@ -5,6 +5,7 @@ mod text;
 
 use blockio::config::ByteLimits;
 use iomem::fits;
+use virtqueue::RingLayout;
 
 use crate::converted_disk::PIECE_BYTES;
 use crate::rng::{Rng, some};
@@ -61,6 +62,10 @@ knobs! {
     first_index: 0,
     /// Entries of a queue as a power of two, 1 to 5.
     queue_log2: 1,
+    /// Rings are packed.
+    packed: 0,
+    /// Entries of a packed ring beyond that power of two.
+    more_entries: 0,
     /// IoThreads, at most 3.
     io_threads: 1,
     /// The most ops in the kernel, for each IoThread.
@@ -288,6 +293,7 @@ impl Plan {
         plan.draw_deaths(&mut Rng::new(seed, 10));
         plan.draw_limits(&mut Rng::new(seed, 11));
         plan.draw_bytes(&mut Rng::new(seed, 12));
+        plan.draw_layout(&mut Rng::new(seed, 13));
         plan.without_conflicts()
     }
 
@@ -299,6 +305,10 @@ impl Plan {
             let mut rng = Rng::new(self.seed, 100 + device);
             plan.draw_disk(&mut rng);
             plan.draw_guest(&mut rng);
+            plan.draw_layout(&mut Rng::new(self.seed, 200 + device));
+            if self.in_order > 0 {
+                plan.packed = 0;
+            }
             plan = plan.without_conflicts();
         }
         plan.requests = (self.requests / self.devices).max(1);
@@ -348,6 +358,10 @@ impl Plan {
             self.inflight = 0;
         }
         if self.scsi > 0 {
+            self.in_order = 0;
+        }
+        if self.packed > 0 {
+            // Their driver frees descriptors in the order of the ring.
             self.in_order = 0;
         }
         if self.rush > 0 || self.troubled > 0 || self.requests > 1000 {
@@ -455,6 +469,13 @@ impl Plan {
     }
 
     pub(crate) fn queue_size(&self) -> u16 {
-        1 << self.queue_log2.min(5)
+        let size = 1 << self.queue_log2.min(5);
+        let more = self.more_entries % u64::from(size);
+        if self.packed > 0 { size + fits::<_, u16>(more, "it is smaller") } else { size }
+    }
+
+    /// The layout of the rings.
+    pub(crate) fn layout(&self) -> RingLayout {
+        if self.packed > 0 { RingLayout::Packed } else { RingLayout::Split }
     }
 }

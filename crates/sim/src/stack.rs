@@ -12,7 +12,8 @@ use blockio::{Activity, EngineConfig, IoThread, IoThreadConfig, Wait};
 use iomem::fits;
 
 use crate::control::Control;
-use crate::export::{Export, ThreadProgress};
+use crate::export::Export;
+use crate::export::waits::ThreadProgress;
 use crate::failure::Failure;
 use crate::plan::Plan;
 use crate::world::{Counts, TurnEnd, World};

@@ -40,10 +40,10 @@ impl Export {
         if self.plan.scsi > 0 {
             self.guest.device_died();
         }
-        // The entries that front-ends name when they have no answer of the daemon.
-        let used = |queue| self.guest.indexes(queue).0;
+        // The bases that front-ends name when they have no answer of the daemon.
+        let base = |queue| self.guest.base(queue, &[]);
         self.queue_states =
-            (0..self.places.len()).map(|queue| QueueState::Stopped(used(queue))).collect();
+            (0..self.places.len()).map(|queue| QueueState::Stopped(base(queue))).collect();
         self.places = places(&self.plan);
         self.disks.iter().for_each(|disk| disk.set_write_through(false));
     }

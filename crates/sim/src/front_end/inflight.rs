@@ -30,7 +30,7 @@ impl FrontEnd {
         if (InflightArea { size: 0, file_offset: 0, ..area }) != wanted {
             return false;
         }
-        self.guest.set_region(Some(Region::from_parts(area, file)));
+        self.guest.set_region(Some(Region::from_parts(&self.plan, area, file)));
         self.send_region();
         true
     }
@@ -38,7 +38,7 @@ impl FrontEnd {
     /// Sometimes drops the region after all queues have stopped, so that the next connection asks
     /// for a new one.
     pub(super) fn may_drop_region(&mut self) {
-        let has_left = (0..self.vrings.len()).any(|queue| self.guest.marked_count(queue) > 0);
+        let has_left = (0..self.vrings.len()).any(|queue| !self.guest.marked(queue).is_empty());
         if self.plan.inflight > 0 && self.rng.chance(300) && !has_left {
             self.guest.set_region(None);
         }

@@ -61,6 +61,10 @@ impl FrontEnd {
             self.push(Request::GetQueueNum, OnReply::Number(self.vrings.len() as u64));
         }
         self.push(Request::SetOwner, OnReply::Nothing);
+        if self.plan.packed > 0 {
+            // The size of the region depends on the layout.
+            self.negotiate();
+        }
         self.send_region();
         let when = self.rng.below(3);
         if when == 0 {
@@ -154,8 +158,8 @@ impl FrontEnd {
         Request::SetVringAddr { index: number(queue), addresses, log: None }
     }
 
-    /// Starts a queue that has stopped at this avail entry.
-    pub(crate) fn start(&mut self, queue: usize, next_avail: u16) {
+    /// Starts a queue that has stopped at this base.
+    pub(crate) fn start(&mut self, queue: usize, base: u32) {
         self.send_no_ops();
         self.vrings[queue].runs = true;
         let index = number(queue);
@@ -168,7 +172,7 @@ impl FrontEnd {
         if is_moved {
             self.guest.move_rings(queue);
         }
-        let ring = self.guest.ring(queue, next_avail);
+        let ring = self.guest.ring(queue, base);
         let (kick, call) = self.guest.eventfds(queue);
         let ring_fds = fits(queue, "the number of a queue");
         let mut messages: Vec<(Request, Option<OwnedFd>)> = vec![
@@ -183,7 +187,7 @@ impl FrontEnd {
         }
         // The place of the ring and the next avail entry must be known before the queue may run.
         // Until then the session has the old place.
-        let mut first = vec![(Request::SetVringBase { index, base: next_avail.into() }, None)];
+        let mut first = vec![(Request::SetVringBase { index, base }, None)];
         let places = if is_moved { &mut first } else { &mut messages };
         places.push((self.addresses(queue), None));
         self.shuffle(&mut messages);

@@ -2,7 +2,7 @@
 
 use device::unit_address::UnitAddress;
 
-use super::{Guest, State};
+use super::{Guest, GuestQueue, State};
 use crate::chain_request::ChainRequest;
 use crate::failure::Failure;
 use crate::scsi::attentions::CauseOutcome;
@@ -90,12 +90,13 @@ impl Guest {
         scsi.known_stopped[queue].set(now, knows);
     }
 
-    /// Notes that the device has taken all chains of a queue before this avail entry.
-    pub(crate) fn set_popped(&self, queue: usize, next_avail: u16) {
+    /// Notes that the device has taken all chains of a queue before this place.
+    pub(crate) fn set_popped(&self, queue: usize, next: u16) {
         let now = self.world.tick();
         let State { queues, scsi, .. } = &mut *self.state.borrow_mut();
-        for outstanding in queues[queue].outstanding.iter_mut().flatten() {
-            let is_popped = next_avail.wrapping_sub(outstanding.entry).cast_signed() > 0;
+        let GuestQueue { driver, outstanding, .. } = &mut queues[queue];
+        for outstanding in outstanding.iter_mut().flatten() {
+            let is_popped = driver.has_taken(next, outstanding.entry);
             if is_popped && outstanding.popped.is_none() {
                 outstanding.popped = Some(now);
                 let mut managed = scsi.managed.iter_mut();
@@ -292,7 +293,7 @@ impl Guest {
     pub(crate) fn device_died(&self) {
         let state = &mut *self.state.borrow_mut();
         for index in 0..state.queues.len() {
-            while state.queues[index].driver.ring().has_used() && state.failure.is_none() {
+            while state.queues[index].driver.has_used() && state.failure.is_none() {
                 self.take_answer(state, index);
             }
         }

@@ -4,7 +4,6 @@
 use std::os::fd::AsFd;
 
 use blockio::engine::kernel::sim::is_readable;
-use iomem::fits;
 
 use super::Guest;
 use crate::chain_request::ChainRequest;
@@ -30,10 +29,9 @@ impl Guest {
         self.state.borrow().survivors.region.clone()
     }
 
-    /// The number of requests that a stopped queue has left in the region, for its next start.
-    pub(crate) fn marked_count(&self, queue: usize) -> u16 {
-        let marked = self.region().map_or(0, |region| region.marked(queue).len());
-        fits(marked, "a number of marks")
+    /// The heads of requests that a stopped queue has left in the region, for its next start.
+    pub(crate) fn marked(&self, queue: usize) -> Vec<usize> {
+        self.region().map_or(Vec::new(), |region| region.marked(queue))
     }
 
     /// Notes that a queue has stopped. The commands that it has left are carried out when it starts

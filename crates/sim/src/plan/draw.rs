@@ -73,6 +73,12 @@ impl Plan {
         self.no_overlap = flag(rng, 200);
     }
 
+    /// Packed rings, of any size.
+    pub(super) fn draw_layout(&mut self, rng: &mut Rng) {
+        self.packed = flag(rng, 450);
+        self.more_entries = some(rng, 600, &[1, 3, 5, 15]);
+    }
+
     pub(super) fn draw_faults(&mut self, rng: &mut Rng) {
         self.short_reads = some(rng, 400, &[50, 300]);
         self.short_writes = some(rng, 400, &[50, 300]);

@@ -292,8 +292,18 @@ impl<M: DriverMemory> PackedDriver<M> {
         self.config.desc_table + DESCRIPTOR_BYTES * u64::from(slot)
     }
 
-    /// Returns the place `count` descriptors later.
-    fn step(&self, place: u16, count: u16) -> u16 {
+    /// The place behind the last chain that the device sees.
+    pub fn published(&self) -> u16 {
+        self.published
+    }
+
+    /// The number of descriptors of the chain with this id, if the device has it.
+    pub fn descriptors_of(&self, id: u16) -> u16 {
+        self.counts[usize::from(id)]
+    }
+
+    /// Returns the place `count` descriptors later, at most one lap.
+    pub fn step(&self, place: u16, count: u16) -> u16 {
         let next = (place & !WRAP) + count;
         match next.checked_sub(self.config.size) {
             None => next | place & WRAP,
@@ -302,7 +312,7 @@ impl<M: DriverMemory> PackedDriver<M> {
     }
 
     /// The number of descriptors from a place to another, which is less than two laps ahead.
-    fn ahead(&self, from: u16, to: u16) -> u16 {
+    pub fn ahead(&self, from: u16, to: u16) -> u16 {
         let lap = if (from ^ to) & WRAP == 0 { 0 } else { self.config.size };
         (lap + (to & !WRAP) + 2 * self.config.size - (from & !WRAP)) % (2 * self.config.size)
     }
