@@ -25,6 +25,12 @@ pub(crate) enum Change {
     SetCall,
     /// The driver switches the write cache.
     Writeback,
+    /// A migration begins.
+    Migrate,
+    /// The log of a migration is replaced.
+    ReplaceLog,
+    /// A migration fails, or all queues stop and continue on the copy of the memory.
+    EndMigration,
     /// A unit is removed, or added again.
     Hotplug,
     /// A disk gets another size.
@@ -63,6 +69,9 @@ impl Control {
             (Change::Reset, plan.resets),
             (Change::SetCall, plan.set_calls),
             (Change::Writeback, plan.writebacks),
+            (Change::Migrate, plan.migrations),
+            (Change::ReplaceLog, plan.log_changes),
+            (Change::EndMigration, plan.migrations),
             (Change::Hotplug, plan.hotplugs),
             (Change::Resize, plan.resizes),
             (Change::Crash, plan.crashes),

@@ -1,6 +1,7 @@
 //! A device, its queues and its guest, and the changes that a VMM makes to them while they run.
 
 mod lives;
+mod migration;
 mod units;
 pub(crate) mod waits;
 
@@ -12,7 +13,7 @@ use device::blk::config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, W
 use device::scsi::RemovedUnit;
 use device::{Device, QueueHandle, QueueSetup, StartError, StopKind, oneshot};
 use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
-use virtqueue::{GuestMemory, InflightRegion};
+use virtqueue::{DirtyLog, GuestMemory, InflightRegion};
 
 use crate::control::Change;
 use crate::disk::Disk;
@@ -51,6 +52,12 @@ pub(crate) struct Export {
     pub(crate) front_end: Option<FrontEnd>,
     /// The IoThread of each queue, and the chain that waits there.
     places: Vec<(usize, Option<WaitingChain>)>,
+    /// Without a session: the daemon's map of the log of a migration.
+    log: Option<Arc<DirtyLog>>,
+    /// Answers of queues that are about to take that log.
+    new_logs: Vec<oneshot::Receiver<()>>,
+    /// The log has changed, and queues may use another one.
+    changes_log: bool,
     /// Removed units, until their disks are unused.
     removed: Vec<RemovedUnit>,
     /// A change to make once all queues have stopped.
@@ -75,6 +82,9 @@ impl Export {
             guest,
             queue_states: stopped(plan),
             places: places(plan),
+            log: None,
+            new_logs: Vec::new(),
+            changes_log: false,
             removed: Vec::new(),
             waiting: None,
             ending: false,
@@ -167,7 +177,8 @@ impl Export {
                 self.queue_states[index] = next?;
             }
         }
-        self.take_events();
+        self.take_events()?;
+        self.advance_log();
         self.close_unused();
         match self.waiting {
             Some(change) if self.is_stopped() => {
@@ -179,8 +190,8 @@ impl Export {
     }
 
     /// Takes the results of the front-end's messages.
-    fn take_events(&mut self) {
-        let Some(front_end) = &mut self.front_end else { return };
+    fn take_events(&mut self) -> Result<(), Failure> {
+        let Some(front_end) = &mut self.front_end else { return Ok(()) };
         for event in front_end.take_events() {
             match event {
                 Event::Started(queue) => self.queue_states[queue] = QueueState::Running(None),
@@ -191,10 +202,12 @@ impl Export {
                     for (queue, state) in self.queue_states.iter_mut().enumerate() {
                         *state = QueueState::Stopped(self.guest.base(queue, &[]));
                     }
+                    self.switch_over_session()?;
                 }
                 Event::Cached(is_cached) => self.disks[0].set_write_through(!is_cached),
             }
         }
+        Ok(())
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
@@ -207,7 +220,10 @@ impl Export {
         let on_the_way =
             |s: &QueueState| matches!(s, QueueState::Starting(_) | QueueState::Stopping(_));
         let is_idle = self.front_end.as_ref().is_none_or(FrontEnd::is_idle);
-        is_idle && self.waiting.is_none() && !self.queue_states.iter().any(on_the_way)
+        is_idle
+            && !self.changes_log
+            && self.waiting.is_none()
+            && !self.queue_states.iter().any(on_the_way)
     }
 
     /// Queues that can be started.
@@ -239,7 +255,7 @@ impl Export {
             kick,
             call,
             err: None,
-            log: None,
+            log: self.queue_log(queue),
         };
         self.places[queue] = (place, None);
         self.guest.set_starting(queue);
@@ -291,6 +307,7 @@ impl Export {
             }
             Change::Hotplug | Change::Resize => !self.ending && self.plan.scsi > 0,
             Change::Stop | Change::SetCall => !self.ending && !self.running().is_empty(),
+            Change::Migrate | Change::ReplaceLog | Change::EndMigration => self.can_migrate(change),
             Change::Remap | Change::Reset => {
                 !self.ending && self.is_settled() && !self.running().is_empty()
             }
@@ -300,6 +317,9 @@ impl Export {
     /// Makes a change to this device.
     pub(crate) fn change(&mut self, change: Change, rng: &mut Rng) -> Result<(), Failure> {
         self.trace(|| format!("{change:?}"));
+        if matches!(change, Change::Migrate | Change::ReplaceLog | Change::EndMigration) {
+            return self.migrate(change, rng);
+        }
         if self.front_end.is_some() {
             self.change_over_session(change, rng);
             return Ok(());
@@ -333,7 +353,7 @@ impl Export {
                 self.waiting = Some(change);
             }
             Change::Hotplug => self.plug(rng),
-            Change::Resize | Change::Crash | Change::Kill | Change::Die => {}
+            _ => {}
         }
         Ok(())
     }
@@ -360,13 +380,16 @@ impl Export {
                 front_end.reset();
                 self.queue_states.iter_mut().for_each(|state| *state = QueueState::Stopping(None));
             }
-            Change::Hotplug | Change::Resize | Change::Crash | Change::Kill | Change::Die => {}
+            _ => {}
         }
     }
 
     /// Makes a change for which all queues have stopped.
     fn change_stopped(&mut self, change: Change) -> Result<(), Failure> {
         self.check_memory()?;
+        if change == Change::EndMigration {
+            return self.switch_directly();
+        }
         if change == Change::Reset {
             self.device.reset();
             if self.plan.scsi > 0 {

@@ -5,6 +5,7 @@
 mod answers;
 mod inflight;
 mod link;
+mod migration;
 mod script;
 
 use std::collections::VecDeque;
@@ -14,12 +15,13 @@ use std::rc::Rc;
 use blockio::Remote;
 use blockio::engine::kernel::sim::{World as _, is_readable};
 use device::Device;
-use vhost_user::message::{Header, Request, code};
+use vhost_user::message::{Header, LogArea, Request, code};
 use vhost_user::{End, SessionProgress};
 use virtqueue::MappingBudget;
 
 use crate::failure::Failure;
 use crate::guest::Guest;
+use crate::log::LOG_BYTES;
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::world::World;
@@ -57,6 +59,12 @@ enum OnReply {
     Region,
     /// The session has received the inflight region.
     HasRegion,
+    /// The answer to a log.
+    Log(LogArea),
+    /// All writes are logged from now on.
+    Logging,
+    /// No write is logged any more.
+    Unlogged,
     /// The answer is this `writeback` byte.
     Writeback(u8),
     Reset {
@@ -113,6 +121,8 @@ pub(crate) struct FrontEnd {
     expected: VecDeque<(u32, OnReply)>,
     /// The session has the inflight region.
     has_region: bool,
+    /// The session has a log.
+    has_log: bool,
     /// The memory is not yet shared.
     is_memory_due: bool,
     /// Address of the guest's memory in the front-end's address space.
@@ -153,6 +163,7 @@ impl FrontEnd {
             to_send: VecDeque::new(),
             expected: VecDeque::new(),
             has_region: false,
+            has_log: false,
             is_memory_due: true,
             user_base: 0,
             threads: (0, 1),
@@ -180,7 +191,7 @@ impl FrontEnd {
         self.expected.clear();
         self.vrings = (0..self.device.num_queues()).map(|_| Vring::default()).collect();
         (self.is_memory_due, self.may_ask, self.disconnect) = (true, false, None);
-        self.has_region = false;
+        (self.has_region, self.has_log) = (false, false);
         self.is_cached = self.can_cache();
     }
 
@@ -300,7 +311,8 @@ impl FrontEnd {
     pub(crate) fn check_memory(&self) -> Result<(), Failure> {
         let is_shared = self.link.is_some() && !self.is_memory_due;
         let expected = if is_shared { self.guest.layout().bytes() } else { 0 };
-        let expected = expected + self.region_bytes();
+        let of_log = if self.has_log { LOG_BYTES } else { 0 };
+        let expected = expected + self.region_bytes() + of_log;
         let mapped = self.budget.mapped_bytes();
         if mapped != expected {
             let text = format!("{mapped} bytes and not {expected}");
@@ -370,6 +382,11 @@ impl FrontEnd {
         let Some(link) = &mut self.link else { return Ok(()) };
         match self.disconnect {
             Some(Disconnect::ByDaemon) => link.begin_end(),
+            // All queues have stopped. Later writes would be missing in a copy of the memory.
+            Some(Disconnect::Politely) => {
+                self.guest.complete_copy();
+                link.close();
+            }
             _ => link.close(),
         }
         self.to_send.clear();

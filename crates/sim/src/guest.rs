@@ -1,6 +1,7 @@
 //! The model guest: it makes requests on all its queues, sleeps until a call, and checks answers.
 
 mod answers;
+pub(crate) mod copy;
 mod outcomes;
 pub(crate) mod ring;
 mod scsi;
@@ -14,18 +15,21 @@ use blockio::engine::kernel::sim::is_readable;
 use device::Ring;
 use iomem::fits;
 use rustix::event::{EventfdFlags, eventfd};
+use virtqueue::QueueConfig;
 use virtqueue::driver::{Desc, Used};
-use virtqueue::{GuestMemory, QueueConfig};
 
 use crate::chain_request::ChainRequest;
 use crate::disk::Disk;
 use crate::failure::Failure;
 use crate::layout::{AREA_BYTES, Layout, TABLE_OFFSET};
+use crate::log::Log;
 use crate::plan::Plan;
+use crate::ram::Ram;
 use crate::request::Request;
 use crate::rng::Rng;
 use crate::scsi::{CONTROL_QUEUE, EVENT_QUEUE};
 use crate::world::World;
+use copy::MemoryCopy;
 use ring::GuestRing;
 use scsi::Scsi;
 use snapshot::Survivors;
@@ -90,7 +94,14 @@ pub(crate) struct Guest {
     disks: Vec<Rc<Disk>>,
     world: Rc<World>,
     layout: Layout,
-    memory: Rc<GuestMemory>,
+    ram: Rc<Ram>,
+    /// The migration in progress.
+    copy: RefCell<Option<MemoryCopy>>,
+    copy_rng: RefCell<Rng>,
+    /// Logs that the device has dropped.
+    retired: RefCell<Vec<Log>>,
+    /// The CPUs have stopped.
+    is_paused: Cell<bool>,
     next_id: Cell<u64>,
     state: RefCell<State>,
 }
@@ -108,7 +119,7 @@ impl Guest {
     /// The guest of device number `device` with its plan.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, device: usize, disks: &[Rc<Disk>]) -> Self {
         let layout = Layout::new(plan);
-        let memory = Rc::new(layout.map());
+        let ram = Rc::new(Ram::new(layout.map()));
         let state = State {
             rng: Rng::new(plan.seed ^ plan.schedule << 40, 3 + 100 * device as u64),
             queues: Vec::new(),
@@ -125,7 +136,11 @@ impl Guest {
             disks: disks.to_vec(),
             world: Rc::clone(world),
             layout,
-            memory,
+            ram,
+            copy: RefCell::default(),
+            copy_rng: RefCell::new(Rng::new(plan.seed ^ plan.schedule << 40, 600 + device as u64)),
+            retired: RefCell::default(),
+            is_paused: Cell::default(),
             // Numbers of writes are unique across all disks.
             next_id: Cell::new(100 + device as u64 * 1_000_000),
             state: RefCell::new(state),
@@ -136,10 +151,11 @@ impl Guest {
 
     /// Restarts the guest: no request is out, and the rings are empty.
     pub(crate) fn reboot(&self) {
+        self.forget_migration();
         let queues = fits(self.plan.queue_count(), "a number of queues");
         let queue = |index| {
             let ring = self.layout.ring(index, ring::first_place(&self.plan));
-            let memory = Rc::clone(&self.memory);
+            let memory = Rc::clone(&self.ram);
             let driver = GuestRing::new(&self.plan, memory, self.driver_config(ring));
             GuestQueue {
                 ring,
@@ -266,6 +282,9 @@ impl Guest {
 
     /// True if the guest's CPU has something to do for a queue.
     pub(crate) fn can_step(&self, queue: usize) -> bool {
+        if self.is_paused.get() {
+            return false;
+        }
         let state = self.state.borrow();
         let wants = self.wants(&state, queue);
         let queue = &state.queues[queue];
@@ -301,7 +320,7 @@ impl Guest {
     pub(crate) fn rush(&self) {
         let Ok(mut state) = self.state.try_borrow_mut() else { return };
         let state = &mut *state;
-        if state.rush_left == 0 || state.queues.is_empty() {
+        if state.rush_left == 0 || state.queues.is_empty() || self.is_paused.get() {
             return;
         }
         while state.queues[0].driver.has_used() && state.failure.is_none() {
@@ -377,12 +396,12 @@ impl Guest {
         let room = if indirect { 60 } else { queue.driver.room() };
         let pieces = request.message().lay_out(&self.plan, rng, area, &mut image, room);
         let Some(pieces) = pieces else { return false };
-        self.memory.write(area, &image).expect("areas are mapped");
+        self.ram.write(area, &image).expect("areas are mapped");
         let begin = self.world.tick();
         let entry = queue.driver.next_place();
         queue.driver.add(&pieces, indirect.then_some(area + TABLE_OFFSET));
         // The device may not change the table either.
-        self.memory.read(area, &mut image).expect("areas are mapped");
+        self.ram.read(area, &mut image).expect("areas are mapped");
         match &request {
             ChainRequest::Blk(request) => self.disks[0].begin(&request.disk_effect(), begin),
             request => self.begin_scsi(scsi, request, begin),

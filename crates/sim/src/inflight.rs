@@ -112,7 +112,7 @@ pub(crate) fn content(file: &File) -> Vec<u8> {
 /// Restores the content of a memory file.
 pub(crate) fn set_content(file: &File, bytes: &[u8]) {
     let now = content(file);
-    let pages = written(file).into_iter().flat_map(|range| range.step_by(PAGE));
+    let pages = (0..bytes.len()).step_by(PAGE);
     for page in pages.map(|start| start..bytes.len().min(start + PAGE)) {
         let was = &bytes[page.clone()];
         if *was != now[page.clone()] {

@@ -1,7 +1,9 @@
 //! Guest memory: its layout, and maps of it.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use device::Ring;
@@ -26,7 +28,8 @@ pub(crate) const TABLE_OFFSET: u64 = AREA_BYTES - 0x400;
 pub(crate) const UNMAPPED: u64 = 0x7000_0000;
 
 pub(crate) struct Layout {
-    file: Arc<File>,
+    /// The memory. A migration replaces it.
+    file: RefCell<Arc<File>>,
     areas_bytes: u64,
     region_bytes: u64,
     queue_size: u16,
@@ -34,13 +37,11 @@ pub(crate) struct Layout {
 
 impl Layout {
     pub(crate) fn new(plan: &Plan) -> Self {
-        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC);
-        let file = File::from(file.expect("the simulation needs a memory file"));
         let areas_bytes = plan.queue_count() * u64::from(plan.queue_size()) * AREA_BYTES;
-        file.set_len(RINGS_END + areas_bytes).expect("the simulation needs memory");
         let region_bytes = if plan.region_kib > 0 { plan.region_kib << 10 } else { areas_bytes };
         let queue_size = plan.queue_size();
-        Self { file: Arc::new(file), areas_bytes, region_bytes, queue_size }
+        let file = RefCell::new(Arc::new(new_file(RINGS_END + areas_bytes)));
+        Self { file, areas_bytes, region_bytes, queue_size }
     }
 
     /// Guest addresses, sizes and file offsets of all regions. Adjacent regions are apart in the
@@ -62,18 +63,60 @@ impl Layout {
         RINGS_END + self.areas_bytes
     }
 
+    /// The end of the guest addresses.
+    pub(crate) fn end(&self) -> u64 {
+        AREAS + self.areas_bytes
+    }
+
+    /// The place of a guest address in the file, if it is mapped.
+    pub(crate) fn file_offset(&self, addr: u64) -> Option<u64> {
+        let regions = self.regions().into_iter();
+        let mut places =
+            regions.filter_map(|(start, size, at)| Some((addr.checked_sub(start)?, size, at)));
+        places.find(|(offset, size, _)| offset < size).map(|(offset, _, at)| at + offset)
+    }
+
+    /// The guest address of a place in the file.
+    pub(crate) fn guest_addr(&self, file_offset: u64) -> u64 {
+        let regions = self.regions().into_iter();
+        let mut places = regions
+            .filter_map(|(start, size, at)| Some((file_offset.checked_sub(at)?, size, start)));
+        let place = places.find(|(offset, size, _)| offset < size);
+        place.map_or(u64::MAX, |(offset, _, start)| start + offset)
+    }
+
+    /// Another file of the same size.
+    pub(crate) fn new_file(&self) -> File {
+        new_file(self.bytes())
+    }
+
+    /// Puts another file in place of the memory. Returns the present one.
+    pub(crate) fn replace_file(&self, file: File) -> Arc<File> {
+        self.file.replace(Arc::new(file))
+    }
+
+    /// Reads from this place in the file on.
+    pub(crate) fn read_at(&self, bytes: &mut [u8], file_offset: u64) {
+        let file = self.file.borrow();
+        file.read_exact_at(bytes, file_offset).expect("a memory file can be read");
+    }
+
     /// The file of the memory.
     pub(crate) fn descriptor(&self) -> OwnedFd {
-        self.file.as_fd().try_clone_to_owned().expect("the simulation has too many files open")
+        self.file
+            .borrow()
+            .as_fd()
+            .try_clone_to_owned()
+            .expect("the simulation has too many files open")
     }
 
     /// The content of the whole memory.
     pub(crate) fn content(&self) -> Vec<u8> {
-        inflight::content(&self.file)
+        inflight::content(&self.file.borrow())
     }
 
     pub(crate) fn set_content(&self, bytes: &[u8]) {
-        inflight::set_content(&self.file, bytes);
+        inflight::set_content(&self.file.borrow(), bytes);
     }
 
     /// A new map of the memory.
@@ -82,7 +125,7 @@ impl Layout {
             guest_addr,
             size,
             user_addr: guest_addr + 0x5555_0000_0000,
-            file: Arc::clone(&self.file),
+            file: Arc::clone(&self.file.borrow()),
             file_offset,
         };
         let regions: Vec<_> = self.regions().into_iter().map(region).collect();
@@ -117,4 +160,11 @@ impl Layout {
         let index = queue as u64 * u64::from(self.queue_size) + u64::from(head);
         AREAS + index * AREA_BYTES
     }
+}
+
+fn new_file(bytes: u64) -> File {
+    let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC);
+    let file = File::from(file.expect("the simulation needs a memory file"));
+    file.set_len(bytes).expect("the simulation needs memory");
+    file
 }

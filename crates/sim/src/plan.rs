@@ -256,6 +256,14 @@ knobs! {
     set_calls: 0,
     /// Number of times that the write cache is switched.
     writebacks: 0,
+    /// Number of migrations that begin.
+    migrations: 0,
+    /// Number of times that the log of a migration is replaced.
+    log_changes: 0,
+    /// Rate at which a migration fails, before its switch or after it, per mille.
+    cancels: 0,
+    /// Rate at which marks are taken from the log, at each store of the device, per mille.
+    log_takes: 0,
     /// Number of times that a unit is removed or added.
     hotplugs: 0,
     /// Number of times that a disk of virtio-scsi devices gets another size.
@@ -294,6 +302,7 @@ impl Plan {
         plan.draw_limits(&mut Rng::new(seed, 11));
         plan.draw_bytes(&mut Rng::new(seed, 12));
         plan.draw_layout(&mut Rng::new(seed, 13));
+        plan.draw_migrations(&mut Rng::new(seed, 14));
         plan.without_conflicts()
     }
 
@@ -355,7 +364,7 @@ impl Plan {
             self.region_kib = self.region_kib.max(20);
         }
         if self.session == 3 {
-            self.inflight = 0;
+            (self.inflight, self.migrations) = (0, 0);
         }
         if self.scsi > 0 {
             self.in_order = 0;

@@ -142,8 +142,13 @@ impl Run {
                 }
             }
         })));
-        let world = Rc::clone(&self.world);
-        death::before_stores(Some(Rc::new(move || world.pass())));
+        let (world, guests) = (Rc::clone(&self.world), self.guests.clone());
+        death::before_stores(Some(Rc::new(move || {
+            world.pass();
+            if !world.is_dead() {
+                guests.iter().for_each(|guest| guest.may_copy());
+            }
+        })));
     }
 
     fn go(&mut self) -> Result<Report, Failure> {
@@ -152,6 +157,7 @@ impl Run {
         for _ in 0..limit {
             self.stack.advance()?;
             self.check_failures()?;
+            self.guests.iter().for_each(|guest| guest.may_copy());
             self.release_hung();
             let steps = self.steps();
             if self.stack.is_done() {

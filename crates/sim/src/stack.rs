@@ -315,6 +315,7 @@ impl Stack {
         let control = self.control.borrow();
         control.disks.iter().try_for_each(|disk| disk.check_end())?;
         control.exports.iter().try_for_each(Export::check_removed)?;
+        control.guests().try_for_each(|guest| guest.check_logs())?;
         for (index, thread) in self.threads.iter().enumerate() {
             let io = thread.io_thread.io();
             let lists = io.stats().lists.bytes.get();

@@ -9,6 +9,8 @@ impl Export {
         self.region = None;
         self.removed.clear();
         self.waiting = None;
+        (self.log, self.changes_log) = (None, false);
+        self.new_logs.clear();
         if let Some(front_end) = &mut self.front_end {
             front_end.disconnect();
         }
@@ -37,6 +39,7 @@ impl Export {
     /// Notes that the daemon is dead. The guest does not know.
     pub(crate) fn died(&mut self) {
         self.leave();
+        self.guest.daemon_died();
         if self.plan.scsi > 0 {
             self.guest.device_died();
         }
@@ -62,5 +65,8 @@ impl Export {
         self.negotiate();
         let has_region = self.plan.inflight > 0;
         self.region = has_region.then(|| self.guest.keep_region().map());
+        self.log = self.guest.with_log(|log| log.map());
+        // The queues will start with it.
+        self.changes_log = self.log.is_some();
     }
 }

@@ -48,6 +48,10 @@ impl FrontEnd {
             OnReply::Region if self.take_region(body) => {}
             OnReply::Region => return wrong(self),
             OnReply::HasRegion => self.has_region = true,
+            OnReply::Log(area) if self.log_is_taken(area, body) => {}
+            OnReply::Log(_) => return wrong(self),
+            OnReply::Logging => self.guest.begin_copy(),
+            OnReply::Unlogged => self.guest.end_migration(),
             OnReply::Writeback(value) => {
                 if body.last() != Some(&value) {
                     return wrong(self);
@@ -60,6 +64,7 @@ impl FrontEnd {
                     .iter_mut()
                     .for_each(|vring| (vring.runs, vring.is_paused) = (false, false));
                 self.is_cached = if keeps_cache { self.is_cached } else { self.can_cache() };
+                self.has_log &= keeps_cache;
                 self.events.push(Event::AllStopped);
             }
         }

@@ -74,14 +74,16 @@ impl FrontEnd {
         if when == 1 {
             self.share_memory();
         }
+        self.continue_log();
     }
 
     fn negotiate(&mut self) {
         self.push(Request::SetFeatures(self.all_features()), OnReply::Negotiated);
     }
 
-    fn all_features(&self) -> u64 {
-        self.features | if self.has_protocol() { F_PROTOCOL_FEATURES } else { 0 }
+    pub(super) fn all_features(&self) -> u64 {
+        let logs = self.guest.with_log(|_| F_LOG_ALL).unwrap_or(0);
+        self.features | logs | if self.has_protocol() { F_PROTOCOL_FEATURES } else { 0 }
     }
 
     fn regions(&self) -> Vec<Region> {
@@ -105,7 +107,7 @@ impl FrontEnd {
     }
 
     /// Shares the memory for the first time.
-    fn share_memory(&mut self) {
+    pub(super) fn share_memory(&mut self) {
         self.is_memory_due = false;
         let regions = self.regions();
         if self.has_protocol() && (regions.len() > TABLE_MAX || self.rng.chance(400)) {
@@ -148,14 +150,15 @@ impl FrontEnd {
         self.push(request, OnReply::Nothing);
     }
 
-    fn addresses(&self, queue: usize) -> Request {
+    pub(super) fn addresses(&self, queue: usize) -> Request {
         let ring = self.guest.ring(queue, 0);
         let addresses = RingAddresses {
             desc_table: self.user_base + ring.desc_table,
             avail_ring: self.user_base + ring.avail_ring,
             used_ring: self.user_base + ring.used_ring,
         };
-        Request::SetVringAddr { index: number(queue), addresses, log: None }
+        let log = self.guest.with_log(|_| ring.used_ring);
+        Request::SetVringAddr { index: number(queue), addresses, log }
     }
 
     /// Starts a queue that has stopped at this base.
@@ -281,6 +284,7 @@ impl FrontEnd {
         let keeps_cache = matches!(request, Request::SetStatus(_));
         self.push(request, OnReply::Reset { keeps_cache });
         self.negotiate();
+        self.continue_log();
     }
 
     pub(super) fn begin_disconnect(&mut self, how: Disconnect) {

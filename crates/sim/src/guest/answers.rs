@@ -121,7 +121,7 @@ impl Guest {
     /// The present content of an area.
     fn area(&self, area: u64) -> Vec<u8> {
         let mut bytes = vec![0; fits(AREA_BYTES, "the size of an area")];
-        self.memory.read(area, &mut bytes).expect("areas are mapped");
+        self.ram.read(area, &mut bytes).expect("areas are mapped");
         bytes
     }
 }

@@ -8,11 +8,12 @@ use std::rc::Rc;
 use device::Ring;
 use iomem::fits;
 use virtqueue::driver::{Desc, Driver, PACKED_START, PackedDriver, Used};
-use virtqueue::{GuestMemory, QueueConfig, RingLayout};
+use virtqueue::{QueueConfig, RingLayout};
 
 use crate::plan::Plan;
+use crate::ram::Ram;
 
-type Memory = Rc<GuestMemory>;
+type Memory = Rc<Ram>;
 
 pub(super) enum GuestRing {
     Split(Driver<Memory>),

@@ -79,6 +79,16 @@ impl Plan {
         self.more_entries = some(rng, 600, &[1, 3, 5, 15]);
     }
 
+    /// Migrations of the guests.
+    pub(super) fn draw_migrations(&mut self, rng: &mut Rng) {
+        self.migrations = some(rng, 400, &[1, 2, 4]);
+        if self.migrations > 0 {
+            self.log_changes = some(rng, 500, &[1, 3]);
+            self.cancels = rng.pick(&[0, 300, 700]);
+            self.log_takes = rng.pick(&[20, 200, 1000]);
+        }
+    }
+
     pub(super) fn draw_faults(&mut self, rng: &mut Rng) {
         self.short_reads = some(rng, 400, &[50, 300]);
         self.short_writes = some(rng, 400, &[50, 300]);

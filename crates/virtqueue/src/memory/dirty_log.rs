@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use iomem::WriteLog;
 
 use super::map::{GuestMemory, to_usize};
+use crate::death::before_store;
 use crate::error::MemoryError;
 
 /// The bytes of guest memory that one bit of the log stands for (`VHOST_LOG_PAGE`).
@@ -62,9 +63,12 @@ impl DirtyLog {
         for page in addr / PAGE_BYTES..=last / PAGE_BYTES {
             // SAFETY: the page is before the end, so its byte is one of `bytes` mapped bytes.
             let marks = unsafe { AtomicU8::from_ptr(self.marks.add(to_usize(page / 8))) };
+            before_store();
             // Release: a front-end that takes the mark away sees the bytes that were written.
             marks.fetch_or(1 << (page % 8), Ordering::Release);
         }
+        // The front-end may take the marks away before the next store.
+        before_store();
     }
 
     /// Returns true if no access has found memory of the log gone.
