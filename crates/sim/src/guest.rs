@@ -4,6 +4,7 @@ mod answers;
 pub(crate) mod copy;
 mod outcomes;
 pub(crate) mod ring;
+mod rush;
 mod scsi;
 mod snapshot;
 
@@ -98,6 +99,8 @@ pub(crate) struct Guest {
     /// The migration in progress.
     copy: RefCell<Option<MemoryCopy>>,
     copy_rng: RefCell<Rng>,
+    /// Chooses the steps between stores of the device.
+    store_rng: RefCell<Rng>,
     /// Logs that the device has dropped.
     retired: RefCell<Vec<Log>>,
     /// The CPUs have stopped.
@@ -139,6 +142,7 @@ impl Guest {
             ram,
             copy: RefCell::default(),
             copy_rng: RefCell::new(Rng::new(plan.seed ^ plan.schedule << 40, 600 + device as u64)),
+            store_rng: RefCell::new(Rng::new(plan.seed ^ plan.schedule << 40, 700 + device as u64)),
             retired: RefCell::default(),
             is_paused: Cell::default(),
             // Numbers of writes are unique across all disks.
@@ -314,30 +318,6 @@ impl Guest {
         if self.can_step(queue) {
             self.step(queue);
         }
-    }
-
-    /// Runs a CPU of the guest that only keeps the first queue full.
-    pub(crate) fn rush(&self) {
-        let Ok(mut state) = self.state.try_borrow_mut() else { return };
-        let state = &mut *state;
-        if state.rush_left == 0 || state.queues.is_empty() || self.is_paused.get() {
-            return;
-        }
-        while state.queues[0].driver.has_used() && state.failure.is_none() {
-            self.take_answer(state, 0);
-        }
-        if state.queues[0].published_from.is_none() {
-            let left = std::mem::replace(&mut state.requests_left, state.rush_left);
-            self.submit(state, 0);
-            state.rush_left = std::mem::replace(&mut state.requests_left, left);
-        }
-        self.decide_kick(state, 0);
-        state.queues[0].attention = Attention::Awake;
-    }
-
-    /// Ends the extra requests of the first queue.
-    pub(crate) fn end_rush(&self) {
-        self.state.borrow_mut().rush_left = 0;
     }
 
     pub(crate) fn step(&self, index: usize) {

@@ -145,7 +145,8 @@ impl Run {
         let (world, guests) = (Rc::clone(&self.world), self.guests.clone());
         death::before_stores(Some(Rc::new(move || {
             world.pass();
-            if !world.is_dead() {
+            if world.is_in_turn() && !world.is_dead() {
+                guests.iter().for_each(|guest| guest.may_act());
                 guests.iter().for_each(|guest| guest.may_copy());
             }
         })));

@@ -60,6 +60,11 @@ impl World {
         self.turn.end.set(TurnEnd::Awake);
     }
 
+    /// True within a turn of an IoThread.
+    pub(crate) fn is_in_turn(&self) -> bool {
+        self.turn.runs.get()
+    }
+
     pub(crate) fn end_turn(&self) -> TurnEnd {
         self.turn.runs.set(false);
         let mut polls = self.polls.get();
