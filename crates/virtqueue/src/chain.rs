@@ -14,7 +14,7 @@ pub(crate) const DESC_F_NEXT: u16 = 1;
 pub(crate) const DESC_F_WRITE: u16 = 2;
 
 /// Bytes of a descriptor, in the type of an indirect table's length.
-pub(crate) const DESCRIPTOR_LEN: u32 = 16;
+const DESCRIPTOR_LEN: u32 = 16;
 
 /// The most bytes of a chain. A driver must not make longer ones (virtio 1.3, section 2.7.5.2), and
 /// used lengths have 32 bits.
@@ -118,6 +118,25 @@ pub(crate) fn finish(translator: &mut Translator, head: u16, fault: Option<Chain
     Chain { head, readable, writable, fault, memory: translator.memory().clone() }
 }
 
+/// Continues in the indirect table at an address, with a length in bytes, that chain `head` names.
+/// Returns the number of its descriptors.
+#[inline(always)]
+pub(crate) fn enter_table(
+    translator: &mut Translator,
+    head: u16,
+    (addr, len): (u64, u32),
+) -> Result<u16, QueueError> {
+    let max = MAX_INDIRECT_ENTRIES;
+    let entries = match u16::try_from(len / DESCRIPTOR_LEN) {
+        Ok(entries @ 1..=MAX_INDIRECT_ENTRIES) if len.is_multiple_of(DESCRIPTOR_LEN) => entries,
+        _ => return Err(QueueError::IndirectLength { head, len, max }),
+    };
+    if !translator.enter_indirect(addr, entries) {
+        return Err(QueueError::IndirectUnmapped { head, addr, len });
+    }
+    Ok(entries)
+}
+
 #[inline]
 fn direction(descriptor: Descriptor) -> Direction {
     if descriptor.flags & DESC_F_WRITE != 0 { Direction::Writable } else { Direction::Readable }
@@ -193,15 +212,7 @@ impl SplitLinks {
         if flags & DESC_F_NEXT != 0 {
             return Err(QueueError::IndirectWithNext { head });
         }
-        let max = MAX_INDIRECT_ENTRIES;
-        let entries = match u16::try_from(len / DESCRIPTOR_LEN) {
-            Ok(entries @ 1..=MAX_INDIRECT_ENTRIES) if len.is_multiple_of(DESCRIPTOR_LEN) => entries,
-            _ => return Err(QueueError::IndirectLength { head, len, max }),
-        };
-        if !translator.enter_indirect(addr, entries) {
-            return Err(QueueError::IndirectUnmapped { head, addr, len });
-        }
-        (self.in_indirect, self.left) = (true, entries);
+        (self.in_indirect, self.left) = (true, enter_table(translator, head, (addr, len))?);
         match translator.descriptor(0) {
             Some(first) if first.flags & DESC_F_INDIRECT != 0 => {
                 Err(QueueError::NestedIndirect { head })

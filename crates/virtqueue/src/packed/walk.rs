@@ -1,9 +1,9 @@
 //! The links between the descriptors of a packed ring: neighbours, until one has no successor, or a
 //! single indirect table (virtio 1.3, sections 2.8.6 and 2.8.7).
 
-use crate::chain::{DESC_F_NEXT, DESC_F_WRITE, DESCRIPTOR_LEN, Links};
+use crate::chain::{self, DESC_F_NEXT, DESC_F_WRITE, Links};
 use crate::error::QueueError;
-use crate::memory::{DESC_F_INDIRECT, Descriptor, MAX_INDIRECT_ENTRIES, Translator};
+use crate::memory::{DESC_F_INDIRECT, Descriptor, Translator};
 
 /// A place that descriptors are read from: the ring, or the account of an earlier process.
 pub(super) trait Slots {
@@ -64,16 +64,8 @@ impl<'a, S: Slots> PackedLinks<'a, S> {
         if flags & DESC_F_NEXT != 0 || self.found.count > 1 {
             return Err(QueueError::IndirectNotAlone { head });
         }
-        let max = MAX_INDIRECT_ENTRIES;
-        let entries = match u16::try_from(len / DESCRIPTOR_LEN) {
-            Ok(entries @ 1..=MAX_INDIRECT_ENTRIES) if len.is_multiple_of(DESCRIPTOR_LEN) => entries,
-            _ => return Err(QueueError::IndirectLength { head, len, max }),
-        };
-        if !translator.enter_indirect(addr, entries) {
-            return Err(QueueError::IndirectUnmapped { head, addr, len });
-        }
+        self.left = chain::enter_table(translator, head, (addr, len))?;
         self.found.is_indirect = true;
-        self.left = entries;
         self.next_of_table(translator)?.ok_or(QueueError::IndirectUnmapped { head, addr, len })
     }
 
