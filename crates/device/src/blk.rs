@@ -327,6 +327,26 @@ mod tests {
         assert!(matches!(scene.wait(&none), Err(StartError::NoSuchQueue { index: 1, count: 1 })));
     }
 
+    /// Its answers would wait for ever: a packed ring does not keep the order of its chains.
+    #[test]
+    fn a_device_that_answers_in_order_has_no_packed_rings() {
+        let packed = 1 << config::F_RING_PACKED;
+        let device = |in_order| {
+            let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
+            let options = BlkOptions { in_order, ..BlkOptions::default() };
+            Device::blk(source, options, Arc::new(LogEvents::new("test")))
+        };
+        let (plain, ordered) = (device(false), device(true));
+        assert!(ordered.set_features(packed).is_err());
+        plain.set_features(packed).unwrap();
+        assert!(ordered.take_over(&plain.negotiated()).is_err());
+        // A caller that restores the state of another device.
+        ordered.restore(&plain.negotiated());
+        let scene = Scene::new();
+        let started = scene.wait(&scene.begin_start_queue_of(&ordered, 0));
+        assert!(matches!(started, Err(StartError::PackedInOrder)));
+    }
+
     #[test]
     fn a_queue_with_an_unknown_account_is_reported() {
         let mut scene = Scene::new();

@@ -28,7 +28,7 @@ use blockio::clock::LoopClock;
 use blockio::thread::{RegisteredMemory, Source};
 use blockio::{Io, Remote, clock, oneshot};
 use rustix::fd::OwnedFd;
-use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, Virtqueue};
+use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, RingLayout, Virtqueue};
 
 use crate::events::{Events, QueueFault};
 use crate::stats::QueueStats;
@@ -176,6 +176,10 @@ impl Queue {
     ) -> Result<(Rc<Self>, QueueHandle), StartError> {
         let memory = LocalMemory::new(Arc::clone(&setup.memory));
         let keeps_waiting = setup.keeps_waiting();
+        let is_in_order = options.in_order && !keeps_waiting;
+        if is_in_order && options.layout == RingLayout::Packed {
+            return Err(StartError::PackedInOrder);
+        }
         let mut ring = setup.open_ring(memory.clone(), &options)?;
         ring.set_prefetch(options.prefetch);
         ring.set_answer_place(options.answer_place);
@@ -211,7 +215,7 @@ impl Queue {
             hooks: PushHooks {
                 // The first push decides.
                 are_due: Cell::new(true),
-                in_order: OrderedCompletion::new(options.in_order && !keeps_waiting),
+                in_order: OrderedCompletion::new(is_in_order),
                 notify_batch: options.notify_batch,
             },
             barrier: RequestBarrier::default(),

@@ -203,9 +203,9 @@ impl RingState {
                         // hang the guest, which has done nothing wrong.
                         StartError::Ring(QueueError::Inflight(_)) => io::Error::other(error),
                         StartError::Ring(_) => invalid(error.to_string()),
-                        StartError::NoSuchQueue { .. } | StartError::ThreadEnded => {
-                            io::Error::other(error)
-                        }
+                        StartError::NoSuchQueue { .. }
+                        | StartError::PackedInOrder
+                        | StartError::ThreadEnded => io::Error::other(error),
                     })
                 }
                 Poll::Ready(None) => {

@@ -123,11 +123,15 @@ impl Virtqueue {
     }
 
     /// The head of the next used element, if chains are answered in the order of the avail ring and
-    /// none is of an earlier process. `None`: a packed ring does not keep that order.
-    pub fn in_order_head(&self) -> Option<u16> {
+    /// none is of an earlier process.
+    ///
+    /// # Panics
+    ///
+    /// If the ring is packed: it does not keep that order.
+    pub fn in_order_head(&self) -> u16 {
         match self {
-            Split(queue) => Some(queue.in_order_head()),
-            Packed(_) => None,
+            Split(queue) => queue.in_order_head(),
+            Packed(_) => unreachable!("a packed ring does not keep the order of its chains"),
         }
     }
 

@@ -47,9 +47,9 @@ impl OrderedCompletion {
             // A driver that uses a head twice has no order.
             ring.push(head, bytes);
         }
-        while let Some(head) = ring.in_order_head()
-            && let Some(bytes) = waiting.remove(&head)
-        {
+        loop {
+            let head = ring.in_order_head();
+            let Some(bytes) = waiting.remove(&head) else { break };
             ring.push(head, bytes);
         }
     }

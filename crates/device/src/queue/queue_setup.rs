@@ -194,6 +194,13 @@ pub enum StartError {
         /// The number of queues.
         count: u16,
     },
+    /// Answers are to be in order, in a packed ring: without an inflight region, no process finds
+    /// the place of its next used element.
+    #[error(
+        "answers in order need a split ring, and the driver negotiated packed ones; do not offer \
+         packed rings to a driver without an inflight region"
+    )]
+    PackedInOrder,
     /// The ring violates the specification.
     #[error(transparent)]
     Ring(#[from] QueueError),
