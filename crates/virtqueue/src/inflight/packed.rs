@@ -80,6 +80,16 @@ struct PackedAccount {
     entries: u16,
 }
 
+/// The state in which an account is opened.
+struct Opened {
+    recovery: Recovery,
+    /// Requests to be executed again, with their numbers, in no order.
+    again: Vec<(u64, Taken)>,
+    /// The place of the next used element.
+    used: Position,
+    free_head: u16,
+}
+
 /// The place of the next used element, after and before a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct UsedPlaces {
@@ -101,14 +111,13 @@ impl PackedInflight {
         if ring.size > entries {
             return Err(InflightError::RingTooLong { entries, size: ring.size }.into());
         }
-        let (recovery, mut again, used) = account.recover(ring, used)?;
+        let Opened { recovery, mut again, used, free_head } = account.recover(ring, used)?;
         if !account.memory.is_intact() {
             return Err(InflightError::Gone.into());
         }
         again.sort_unstable_by_key(|(counter, _)| *counter);
         let counter = again.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
         let again = again.into_iter().rev().map(|(_, taken)| taken).collect();
-        let free_head = account.load(OFFSET_FREE_HEAD);
         let batch = Vec::with_capacity(ring.size.into());
         Ok((Self { account, counter, free_head, batch, again }, recovery, used))
     }
@@ -241,18 +250,12 @@ impl PackedAccount {
         Ok(Self { memory: Arc::clone(memory), start, entries })
     }
 
-    /// Repairs the account and the ring. Returns the requests to be executed again with their
-    /// numbers, in no order, and the place of the next used element.
-    #[expect(clippy::type_complexity, reason = "three results of one step")]
-    fn recover(
-        &self,
-        ring: &DescriptorRing,
-        used: Position,
-    ) -> Result<(Recovery, Vec<(u64, Taken)>, Position), InflightError> {
+    /// Repairs the account and the ring. Each field is read once, because the front-end may change
+    /// it at any time.
+    fn recover(&self, ring: &DescriptorRing, used: Position) -> Result<Opened, InflightError> {
         match (self.load(OFFSET_VERSION), self.load(OFFSET_ENTRIES)) {
             (0, _) => {
-                self.begin(used);
-                return Ok((Recovery::New, Vec::new(), used));
+                return Ok(self.begin(used, Recovery::New));
             }
             (VERSION, entries) if entries != self.entries => {
                 return Err(InflightError::OtherSize { entries, expected: self.entries });
@@ -261,31 +264,29 @@ impl PackedAccount {
             (version, _) => return Err(InflightError::Version { version }),
         }
         let places = self.used();
-        let own = self.settle(ring, places);
+        let settled = self.settle(ring, places);
         let again = self.requests();
         let requests: u16 = iomem::fits(again.len(), "requests of an account");
         // Each request has a descriptor.
         let count = again.iter().try_fold(0_u16, |sum, (_, taken)| {
             sum.checked_add(taken.count).filter(|_| taken.count > 0)
         });
-        let Some((own, count)) =
-            own.zip(count).filter(|(own, count)| fits_ring(ring, *own, *count))
-        else {
-            self.begin(used);
-            return Ok((Recovery::Stale { requests }, Vec::new(), used));
+        let fits = |((own, _), count): &((Position, u16), u16)| fits_ring(ring, *own, *count);
+        let Some(((own, free_head), count)) = settled.zip(count).filter(fits) else {
+            return Ok(self.begin(used, Recovery::Stale { requests }));
         };
         (0..count).for_each(|at| ring.restore_available(own.after(at, ring.size)));
-        Ok((Recovery::Known { requests }, again, own))
+        Ok(Opened { recovery: Recovery::Known { requests }, again, used: own, free_head })
     }
 
     /// Completes or undoes the publishing that the previous process was in, and clears the marks of
-    /// free entries. Returns the place of the next used element; `None` if the ring has no such
-    /// place.
+    /// free entries. Returns the place of the next used element and the first free entry; `None` if
+    /// the ring has no such place.
     fn settle(
         &self,
         ring: &DescriptorRing,
         UsedPlaces { new, old }: UsedPlaces,
-    ) -> Option<Position> {
+    ) -> Option<(Position, u16)> {
         if new.slot >= ring.size || old.slot >= ring.size {
             return None;
         }
@@ -296,10 +297,11 @@ impl PackedAccount {
         } else {
             [OFFSET_OLD_FREE_HEAD, OFFSET_FREE_HEAD]
         };
-        self.store(to, self.load(from));
+        let free_head = self.load(from);
+        self.store(to, free_head);
         compiler_fence(Ordering::SeqCst);
         self.set_used(UsedPlaces { new: used, old: used });
-        let mut entry = self.load(to);
+        let mut entry = free_head;
         // The list ends with the number of entries, and has no more than these.
         for _ in 0..self.entries {
             if entry >= self.entries {
@@ -308,11 +310,11 @@ impl PackedAccount {
             self.set_mark(entry, 0);
             entry = self.next(entry);
         }
-        Some(used)
+        Some((used, free_head))
     }
 
     /// Resets the account to one without requests.
-    fn begin(&self, used: Position) {
+    fn begin(&self, used: Position, recovery: Recovery) -> Opened {
         // Version 0 comes first: a process that finds the reset half done starts it again.
         self.store(OFFSET_VERSION, 0);
         compiler_fence(Ordering::SeqCst);
@@ -326,6 +328,7 @@ impl PackedAccount {
         self.set_used(UsedPlaces { new: used, old: used });
         compiler_fence(Ordering::SeqCst);
         self.store(OFFSET_VERSION, VERSION);
+        Opened { recovery, again: Vec::new(), used, free_head: 0 }
     }
 
     fn requests(&self) -> Vec<(u64, Taken)> {

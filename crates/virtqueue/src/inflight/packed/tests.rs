@@ -1,10 +1,13 @@
 //! Processes that die before each of their stores, and accounts that are wrong.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::rc::Rc;
 
 use super::*;
 use crate::chain::Chain;
+use crate::death::before_stores;
 use crate::death::tests as death;
 use crate::driver::{Desc, PACKED_START, PackedDriver};
 use crate::inflight::InflightRegion;
@@ -344,5 +347,45 @@ fn an_account_that_makes_no_sense_is_refused() {
         let world = fresh();
         spoil(&account_of(&world));
         assert_eq!(world.open().unwrap().1, Recovery::Stale { requests: 1 });
+    }
+}
+
+/// The front-end changes the list of free entries, between any two stores of the next process.
+#[test]
+fn an_account_that_changes_while_it_is_opened_keeps_its_requests() {
+    for stores in 0.. {
+        let mut world = World::new(3);
+        let mut life = world.live();
+        for number in [3, 4] {
+            world.driver.add(&[Desc::writable(0x8000, number)], None);
+        }
+        world.driver.publish();
+        life.queue.pop().unwrap().unwrap();
+        drop(life);
+        let account = account_of(&world);
+        let (left, start) = (Cell::new(stores), world.region.queue(1).unwrap().start);
+        let memory = Arc::clone(&account.memory);
+        before_stores(Some(Rc::new(move || match left.get() {
+            0 => {
+                // The entry of the request, as the head of both lists.
+                memory.write(start + OFFSET_FREE_HEAD as u64, &[0; 4]).unwrap();
+            }
+            more => left.set(more - 1),
+        })));
+        let opened = world.open();
+        before_stores(None);
+        let (mut queue, recovery) = opened.unwrap();
+        if stores == 0 {
+            continue;
+        }
+        assert_eq!(recovery, Recovery::Known { requests: 1 }, "{stores}");
+        // The second request does not take the entry of the first.
+        assert_eq!([3, 4].map(|_| queue.pop().unwrap().unwrap().writable.bytes()), [3, 4]);
+        drop(queue);
+        let (mut queue, _) = world.open().unwrap();
+        assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), 3, "{stores}");
+        if stores > 20 {
+            break;
+        }
     }
 }
