@@ -108,10 +108,10 @@ impl Run {
     }
 
     fn pop(&mut self) {
-        let before = self.queue.next_avail();
+        let before = self.queue.next_chain();
         match self.queue.pop() {
             Ok(Some(chain)) => {
-                assert_eq!(self.queue.next_avail(), before.wrapping_add(1));
+                assert_eq!(self.queue.next_chain(), before.wrapping_add(1));
                 assert!(chain.head < self.config.size);
                 check(&chain);
                 if chain.fault.is_some() {
@@ -121,10 +121,10 @@ impl Run {
                 }
                 self.popped.push_back(chain);
             }
-            Ok(None) => assert_eq!(self.queue.next_avail(), before),
+            Ok(None) => assert_eq!(self.queue.next_chain(), before),
             Err(QueueError::MemoryGone { .. }) => panic!("nobody takes this memory away"),
             // The device would stop here; another pop must still do no harm.
-            Err(_) => assert_eq!(self.queue.next_avail(), before),
+            Err(_) => assert_eq!(self.queue.next_chain(), before),
         }
     }
 

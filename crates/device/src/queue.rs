@@ -364,7 +364,7 @@ impl Queue {
             batching.note_work(clock::now);
         }
         let state =
-            QueueState { available, in_device: ring.in_device(), next_avail: ring.next_avail() };
+            QueueState { available, in_device: ring.in_device(), next_chain: ring.next_chain() };
         if available > 0 {
             self.reports.requests.depth_peak.note(state.unanswered().into());
         }
@@ -421,10 +421,10 @@ impl Queue {
             probe::probe!(ringhaul, call, self.number(), self.reports.index);
             self.reports.requests.calls.add(1);
             let before = ring.available_now();
-            batching.call_begins(before + ring.in_device(), ring.next_avail().wrapping_add(before));
+            batching.call_begins(before + ring.in_device(), ring.next_chain().wrapping_add(before));
             self.reports.stats.syscalls.eventfd_write.add(1);
             self.eventfds.caller.add_one(call);
-            batching.call_ends(ring.next_avail().wrapping_add(ring.available_now()));
+            batching.call_ends(ring.next_chain().wrapping_add(ring.available_now()));
         }
     }
 
@@ -469,8 +469,8 @@ impl Queue {
     }
 
     /// The number of the next chain.
-    pub(crate) fn next_avail(&self) -> u16 {
-        self.ring.borrow().next_avail()
+    pub(crate) fn next_chain(&self) -> u16 {
+        self.ring.borrow().next_chain()
     }
 
     /// The place at which the next start of the ring continues.

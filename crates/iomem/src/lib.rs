@@ -25,4 +25,4 @@ pub use block::{BufferMemory, LentBlock, RepeatedBlock};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
 pub use list::{Buffers, SharedByte, SharedBytes};
-pub use memory::{IOVECS_MAX, Memory, Ranges, WriteLog};
+pub use memory::{IOVECS_MAX, Memory, Ranges, WeakMemory, WriteLog};

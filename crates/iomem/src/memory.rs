@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 use libc::iovec;
 
@@ -27,6 +27,18 @@ pub trait WriteLog {
 /// The memory also keeps the storage of dropped lists, so that later lists need no allocation.
 #[derive(Clone)]
 pub struct Memory(Rc<Shared>);
+
+/// A reference to memory that does not keep it mapped.
+#[derive(Debug, Clone)]
+pub struct WeakMemory(Weak<Shared>);
+
+impl WeakMemory {
+    /// Returns the memory, if a list or another owner still has it.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Memory> {
+        self.0.upgrade().map(Memory)
+    }
+}
 
 struct Shared {
     spare: RefCell<Spare>,
@@ -72,6 +84,12 @@ impl Memory {
             may_be_logged,
             _owner: Box::new(owner),
         }))
+    }
+
+    /// Returns a reference that does not keep the memory mapped.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakMemory {
+        WeakMemory(Rc::downgrade(&self.0))
     }
 
     /// Sets, replaces or removes the log that receives all writes from now on, through existing

@@ -363,6 +363,16 @@ pub enum QueueError {
         /// Entries of the ring.
         size: u16,
     },
+    /// A base of a packed ring with requests in the device, which no inflight region has.
+    #[error(
+        "the ring continues with {descriptors} of its descriptors in the device, and no inflight \
+         region has their requests; stop the ring with its requests answered, or share the region \
+         that they are in"
+    )]
+    NoAccountOfRequests {
+        /// The number of descriptors between the next used element and the next chain.
+        descriptors: u16,
+    },
     /// An indirect table whose length is zero, not a multiple of 16, or too large.
     #[error("chain {head} has an indirect table of {len} bytes, not 1 to {max} descriptors of 16")]
     IndirectLength {

@@ -27,7 +27,7 @@ use crate::death::before_store;
 use crate::error::{InflightError, QueueError};
 use crate::memory::GuestMemory;
 use crate::rings::Rings;
-pub(crate) use packed::PackedInflight;
+pub(crate) use packed::{PackedInflight, Taken};
 pub use recovery::Recovery;
 pub use region::{InflightAccount, InflightRegion, RingLayout};
 use region::{SPLIT_ENTRY_BYTES, SPLIT_HEADER_BYTES, VERSION, account_bytes};

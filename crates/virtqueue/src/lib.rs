@@ -52,6 +52,7 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest addresses and lengths are 64 bits wide and must fit a usize");
 
+mod avail_idx;
 mod budget;
 mod chain;
 pub mod death;
@@ -63,12 +64,14 @@ mod inflight;
 mod memory;
 mod packed;
 mod position;
+mod queue_memory;
 mod region;
 mod rings;
 mod sigbus;
 mod split;
 mod virtqueue;
 
+pub use avail_idx::AvailIdx;
 pub use budget::MappingBudget;
 pub use chain::Chain;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
@@ -78,7 +81,6 @@ pub use memory::{
 };
 pub use packed::PackedQueue;
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
-pub use rings::AvailIdx;
 pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{QueueConfig, SplitQueue};
 pub use virtqueue::Virtqueue;

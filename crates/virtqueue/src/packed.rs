@@ -10,14 +10,16 @@ mod start;
 mod walk;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 
+use crate::avail_idx::Progress;
 use crate::chain::{self, Chain, DESC_F_NEXT};
 use crate::descriptor_ring::{DescriptorRing, UsedWord, Wish};
 use crate::error::{ChainFault, QueueError};
-use crate::inflight::PackedInflight;
-use crate::memory::{AnswerPlace, Descriptor, GuestMemory, LocalMemory, QueueLog, Translator};
+use crate::inflight::{PackedInflight, Taken};
+use crate::memory::{AnswerPlace, Descriptor};
 use crate::position::Position;
+use crate::queue_memory::{QueueMemory, lost_with_memory};
 use crate::split::QueueConfig;
 use walk::{Found, PackedLinks, Slots};
 
@@ -26,7 +28,7 @@ use walk::{Found, PackedLinks, Slots};
 /// It has the operations of a [`SplitQueue`](crate::SplitQueue). A chain's head is its buffer id.
 #[derive(Debug)]
 pub struct PackedQueue {
-    translator: Translator,
+    memory: QueueMemory,
     ring: DescriptorRing,
     config: QueueConfig,
     /// The first descriptor of the next chain.
@@ -45,8 +47,8 @@ pub struct PackedQueue {
     /// Chains in the device, by buffer id.
     chains: Box<[InDevice]>,
     in_device: u16,
-    /// The number of chains that were popped, from 0 on.
-    popped: u16,
+    /// The number of chains that were popped. It wraps.
+    popped: u32,
     seen: Seen,
     /// The place of the first used element that was not yet compared with the driver's wish.
     checked: Position,
@@ -61,11 +63,7 @@ pub struct PackedQueue {
     /// True if a pop prefetches for the next chain.
     prefetch: bool,
     /// The progress for other threads, which some devices need.
-    progress: Option<Arc<AtomicU64>>,
-    /// The log of writes, if there is one.
-    log: Option<QueueLog>,
-    /// Memory with lost regions, which chains that were popped before the loss may have.
-    before_loss: Vec<LocalMemory>,
+    progress: Option<Arc<Progress>>,
 }
 
 /// A chain in the device. Its count is 0 if the device does not have it.
@@ -103,7 +101,7 @@ impl PackedQueue {
 
     /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
     pub fn set_answer_place(&mut self, place: AnswerPlace) {
-        self.translator.set_answer_place(place);
+        self.memory.translator.set_answer_place(place);
     }
 
     /// Returns true if chains of an earlier process, which only the region has, are to be popped.
@@ -128,16 +126,18 @@ impl PackedQueue {
             return self.pop_recovered();
         }
         if self.room == 0 || !self.next.is_available(self.ring.flags(self.next.slot)) {
-            if !self.translator.memory().is_intact() {
+            if !self.memory.map().is_intact() {
                 self.drop_lost()?;
             }
+            // A driver that takes chains back has nothing to pop.
+            self.seen = Seen::none(self.next);
             return Ok(None);
         }
-        self.translator.start_chain();
+        self.memory.translator.start_chain();
         let limits = (self.room, self.config.size);
         let links = PackedLinks::new(&self.ring, self.next.slot, limits, self.config.indirect);
-        let walked = chain::walk_links(&mut self.translator, links);
-        if !self.translator.memory().is_intact() {
+        let walked = chain::walk_links(&mut self.memory.translator, links);
+        if !self.memory.map().is_intact() {
             self.drop_lost()?;
             return self.pop();
         }
@@ -151,9 +151,7 @@ impl PackedQueue {
         self.room -= found.count;
         self.popped = self.popped.wrapping_add(1);
         self.seen.take(found.count, self.next);
-        if let Some(progress) = &self.progress {
-            progress.store(self.progress_word(), Ordering::Release);
-        }
+        self.note_progress();
         if self.prefetch {
             self.prefetch_next();
         }
@@ -163,25 +161,32 @@ impl PackedQueue {
     /// Pops the next chain that an earlier process took, from the copy in the account.
     #[cold]
     fn pop_recovered(&mut self) -> Result<Option<Chain>, QueueError> {
-        let Some(inflight) = &mut self.inflight else {
-            unreachable!("nobody else knows of earlier processes");
-        };
-        let Some(taken) = inflight.take_again() else {
+        let Some(taken) = self.inflight.as_mut().and_then(|inflight| inflight.take_again()) else {
             unreachable!("as many were found as were counted");
         };
-        self.translator.start_chain();
-        let limits = (taken.count, self.config.size);
-        let links = PackedLinks::new(&**inflight, taken.entry, limits, self.config.indirect);
-        let (fault, found) = chain::walk_links(&mut self.translator, links)?;
-        if !self.translator.memory().is_intact() {
+        let mut walked = self.walk_recovered(taken);
+        while !self.memory.map().is_intact() {
             self.drop_lost()?;
+            walked = self.walk_recovered(taken);
         }
+        let (fault, found) = walked?;
         self.check_id(found.id)?;
         self.recovered -= 1;
         self.popped = self.popped.wrapping_add(1);
         // The account knows how many descriptors of the ring the chain has.
         let found = Found { count: taken.count, ..found };
         Ok(Some(self.enter(found, taken.entry, true, fault)))
+    }
+
+    /// Walks the copy of a chain that an earlier process took.
+    fn walk_recovered(&mut self, taken: Taken) -> Result<(Option<ChainFault>, Found), QueueError> {
+        let Self { memory, inflight: Some(inflight), config, .. } = self else {
+            unreachable!("only an account has chains of earlier processes");
+        };
+        memory.translator.start_chain();
+        let limits = (taken.count, config.size);
+        let links = PackedLinks::new(&**inflight, taken.entry, limits, config.indirect);
+        chain::walk_links(&mut memory.translator, links)
     }
 
     /// Refuses an id that no ring of this size has, or that the device holds.
@@ -207,22 +212,13 @@ impl PackedQueue {
         self.chains[usize::from(id)] =
             InDevice { count, entry, is_recovered, is_indirect, addr, bytes };
         self.in_device += 1;
-        chain::finish(&mut self.translator, id, fault)
+        chain::finish(&mut self.memory.translator, id, fault)
     }
 
     /// Continues without lost regions.
     #[cold]
     fn drop_lost(&mut self) -> Result<(), QueueError> {
-        let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
-        let memory = self.translator.memory().clone();
-        // Any part of a valid map is a valid map.
-        let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
-        match self.set_memory(LocalMemory::new(Arc::new(rest))) {
-            Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
-            other => other?,
-        }
-        self.before_loss.push(memory);
-        Ok(())
+        self.set_memory(self.memory.without_lost()).map_err(lost_with_memory)
     }
 
     /// Prefetches the start of the buffer or indirect table that the next chain names first.
@@ -230,7 +226,7 @@ impl PackedQueue {
     fn prefetch_next(&self) {
         let Descriptor { addr, flags, .. } = self.ring.descriptor(self.next.slot);
         if self.next.is_available(flags) {
-            self.translator.prefetch(addr);
+            self.memory.translator.prefetch(addr);
         }
     }
 
@@ -266,7 +262,7 @@ impl PackedQueue {
         if count > 0 {
             let size = self.config.size;
             let descriptors = self.published.distance(self.used, size);
-            if self.log.is_some() {
+            if self.memory.is_logged() {
                 self.mark_elements(self.published, descriptors);
             }
             match &mut self.inflight {
@@ -275,7 +271,7 @@ impl PackedQueue {
                     inflight.publish(&self.ring, (self.published, self.used), self.first);
                 }
             }
-            if self.log.is_some() {
+            if self.memory.is_logged() {
                 // The first element is written now, and may have lost its mark.
                 self.mark_elements(self.published, 1);
             }
@@ -413,11 +409,11 @@ impl PackedQueue {
         self.mark_kick_wish();
     }
 
-    /// The number of chains that were popped, with those of earlier processes. Counts from 0, which
-    /// is the number of the first chain since the start.
+    /// The number of the next chain to pop. The first one since the start has 0.
     #[inline]
-    pub fn next_avail(&self) -> u16 {
-        self.popped
+    pub fn next_chain(&self) -> u16 {
+        let [low, high, ..] = self.popped.to_le_bytes();
+        u16::from_le_bytes([low, high])
     }
 
     /// The places of the next chain (low half) and of the next used element (high half), for a
@@ -437,12 +433,18 @@ impl PackedQueue {
         self.in_device
     }
 
-    /// The word with which other threads learn the number of chains before the next one in the
-    /// ring, and its place.
+    /// The number of the next chain in the ring: chains of an earlier process come before it.
     #[inline]
-    fn progress_word(&self) -> u64 {
-        let before = self.popped.wrapping_add(self.recovered);
-        u64::from(before) << 16 | u64::from(self.next.bits())
+    fn next_in_ring(&self) -> u32 {
+        self.popped.wrapping_add(self.recovered.into())
+    }
+
+    /// Shows other threads the next chain in the ring.
+    #[inline]
+    fn note_progress(&self) {
+        if let Some(progress) = &self.progress {
+            progress.store(self.next_in_ring(), self.next);
+        }
     }
 
     /// Forgets chains that were seen and not popped. The next process finds them in the ring.

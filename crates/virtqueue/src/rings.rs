@@ -2,14 +2,11 @@
 
 use std::ops::Range;
 use std::ptr;
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Weak};
+use std::sync::atomic::{AtomicU16, Ordering};
 
-use crate::chain::DESC_F_NEXT;
 use crate::death::before_store;
 use crate::error::{QueueError, RingPart};
-use crate::memory::{GuestMemory, LocalMemory};
-use crate::position::Position;
+use crate::memory::LocalMemory;
 
 const AVAIL_RING_ALIGN: usize = 2;
 const USED_RING_ALIGN: usize = 4;
@@ -65,83 +62,6 @@ pub(crate) struct Rings {
     avail_event: *mut u8,
     /// The queue size minus one.
     mask: u16,
-}
-
-/// The avail idx of a queue, for any thread. Does not keep the memory map alive.
-#[derive(Debug)]
-pub struct AvailIdx {
-    memory: Weak<GuestMemory>,
-    place: AvailPlace,
-}
-
-#[derive(Debug)]
-enum AvailPlace {
-    /// The guest address of the index.
-    Split(u64),
-    /// The guest address and the size of the descriptor ring, and the queue's progress: the number
-    /// of chains before the next one in the ring, and the place of that one in the last 16 bits.
-    Packed(u64, u16, Arc<AtomicU64>),
-}
-
-/// The most attempts to count the available chains of a packed ring while its queue pops them.
-const ATTEMPTS: u32 = 100;
-
-impl AvailIdx {
-    pub(crate) fn new(memory: &LocalMemory, avail_ring: u64) -> Self {
-        let place = AvailPlace::Split(avail_ring + RING_IDX as u64);
-        Self { memory: Arc::downgrade(memory.shared()), place }
-    }
-
-    pub(crate) fn packed(
-        memory: &LocalMemory,
-        ring: u64,
-        size: u16,
-        progress: Arc<AtomicU64>,
-    ) -> Self {
-        let place = AvailPlace::Packed(ring, size, progress);
-        Self { memory: Arc::downgrade(memory.shared()), place }
-    }
-
-    /// Returns the avail entry behind the last chain that the driver made available; of a packed
-    /// ring, the number of these chains. The result covers all chains from before any action of the
-    /// driver that this thread has seen. `None` if the map is gone, or if the queue pops chains all
-    /// the time.
-    #[must_use]
-    pub fn load(&self) -> Option<u16> {
-        let memory = self.memory.upgrade()?;
-        let word = |addr| {
-            let mut bytes = [0; 2];
-            memory.read(addr, &mut bytes).ok()?;
-            Some(u16::from_le_bytes(bytes))
-        };
-        let (ring, size, progress) = match &self.place {
-            AvailPlace::Split(addr) => return word(*addr),
-            AvailPlace::Packed(ring, size, progress) => (*ring, *size, progress),
-        };
-        for _ in 0..ATTEMPTS {
-            let before = progress.load(Ordering::Acquire);
-            let [p0, p1, c0, c1, ..] = before.to_le_bytes();
-            let mut place = Position::from_bits(u16::from_le_bytes([p0, p1]));
-            let mut chains = u16::from_le_bytes([c0, c1]);
-            let mut continues = false;
-            for _ in 0..size {
-                let flags = word(ring + 16 * u64::from(place.slot) + 14)?;
-                if !continues && !place.is_available(flags) {
-                    break;
-                }
-                continues = flags & DESC_F_NEXT != 0;
-                chains = chains.wrapping_add(u16::from(!continues));
-                place = place.after(1, size);
-            }
-            // A chain that was popped meanwhile may have been used, and its place with it. Reads of
-            // flags come first.
-            fence(Ordering::Acquire);
-            if progress.load(Ordering::Acquire) == before {
-                return Some(chains);
-            }
-        }
-        None
-    }
 }
 
 impl Rings {

@@ -6,15 +6,13 @@
 mod log;
 mod popped;
 
-use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
-use crate::memory::{
-    AnswerPlace, DESCRIPTOR_BYTES, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, QueueLog, Translator,
-};
+use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
+use crate::queue_memory::{QueueMemory, lost_with_memory};
 use crate::rings::{RingParts, Rings, map_part};
 
 const DESC_TABLE_ALIGN: usize = 16;
@@ -50,7 +48,7 @@ pub struct QueueConfig {
 /// memory mapped.
 #[derive(Debug)]
 pub struct SplitQueue {
-    translator: Translator,
+    memory: QueueMemory,
     rings: Rings,
     config: QueueConfig,
     /// The avail entry to pop next.
@@ -74,10 +72,6 @@ pub struct SplitQueue {
     inflight: Option<Box<Inflight>>,
     /// True if a pop prefetches for the next chains.
     prefetch: bool,
-    /// The log of writes, if there is one.
-    log: Option<QueueLog>,
-    /// Memory with lost regions, which chains that were popped before the loss may have.
-    before_loss: Vec<LocalMemory>,
 }
 
 impl SplitQueue {
@@ -96,7 +90,7 @@ impl SplitQueue {
         let (translator, rings) = map_parts(memory, &config)?;
         let next_used = rings.load_used_idx();
         let queue = Self {
-            translator,
+            memory: QueueMemory::new(translator),
             rings,
             config,
             next_avail: config.next_avail,
@@ -110,8 +104,6 @@ impl SplitQueue {
             recovered: 0,
             inflight: None,
             prefetch: true,
-            log: None,
-            before_loss: Vec::new(),
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
         Ok(queue)
@@ -157,7 +149,7 @@ impl SplitQueue {
 
     /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
     pub fn set_answer_place(&mut self, place: AnswerPlace) {
-        self.translator.set_answer_place(place);
+        self.memory.translator.set_answer_place(place);
     }
 
     /// Returns true if chains of an earlier process, which only the region has, are to be popped.
@@ -175,7 +167,7 @@ impl SplitQueue {
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
         let recovered = self.recovered;
         let walked = self.walk_next();
-        if !self.translator.memory().is_intact() {
+        if !self.memory.map().is_intact() {
             self.recovered = recovered;
             return self.pop_after_loss();
         }
@@ -183,21 +175,13 @@ impl SplitQueue {
         self.next_avail = self.next_avail.wrapping_add(1);
         self.in_device += 1;
         // The chain is made in the caller's place: nothing copies it.
-        Ok(Some(chain::finish(&mut self.translator, head, fault)))
+        Ok(Some(chain::finish(&mut self.memory.translator, head, fault)))
     }
 
     /// Pops again without lost regions, since the chain may have come from memory that is gone.
     #[cold]
     fn pop_after_loss(&mut self) -> Result<Option<Chain>, QueueError> {
-        let gone = |part, addr, len| QueueError::MemoryGone { part, addr, len };
-        let memory = self.translator.memory().clone();
-        // Any part of a valid map is a valid map.
-        let rest = memory.without_lost().unwrap_or_else(|_| GuestMemory::empty());
-        match self.set_memory(LocalMemory::new(Arc::new(rest))) {
-            Err(QueueError::Unmapped { part, addr, len }) => return Err(gone(part, addr, len)),
-            other => other?,
-        }
-        self.before_loss.push(memory);
+        self.set_memory(self.memory.without_lost()).map_err(lost_with_memory)?;
         self.pop()
     }
 
@@ -215,7 +199,7 @@ impl SplitQueue {
         } else {
             self.recovered_head()
         };
-        let fault = chain::walk(&mut self.translator, head, self.config.indirect)?;
+        let fault = chain::walk(&mut self.memory.translator, head, self.config.indirect)?;
         Ok(Some((head, fault)))
     }
 
@@ -227,14 +211,14 @@ impl SplitQueue {
         let head = |ahead| self.rings.avail_entry(self.next_avail.wrapping_add(ahead));
         let mut ahead = 1;
         // Drivers use indirect tables for all requests or for few.
-        if self.translator.is_indirect() && after >= ahead {
-            self.translator.prefetch_in_indirect(head(ahead));
+        if self.memory.translator.is_indirect() && after >= ahead {
+            self.memory.translator.prefetch_in_indirect(head(ahead));
             ahead += 1;
         }
         if after >= ahead {
-            self.translator.prefetch_named(head(ahead));
+            self.memory.translator.prefetch_named(head(ahead));
             // Without such a chain, an older one is fetched.
-            self.translator.prefetch_descriptor(head(ahead + 1));
+            self.memory.translator.prefetch_descriptor(head(ahead + 1));
         }
     }
 
@@ -274,7 +258,7 @@ impl SplitQueue {
     #[inline]
     pub fn publish_quietly(&mut self) -> u16 {
         let count = self.next_used.wrapping_sub(self.published_used);
-        if count > 0 && self.log.is_none() {
+        if count > 0 && !self.memory.is_logged() {
             self.store_used_idx(count);
         } else if count > 0 {
             self.publish_with_marks(count);
@@ -426,10 +410,9 @@ impl SplitQueue {
     ///
     /// As for [`SplitQueue::new`]. The queue then keeps the old map.
     pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
-        let answer_place = self.translator.answer_place();
-        (self.translator, self.rings) = map_parts(memory, &self.config)?;
-        self.translator.set_answer_place(answer_place);
-        self.translator.memory().set_log(self.log_of_data());
+        let (translator, rings) = map_parts(memory, &self.config)?;
+        self.memory.replace(translator);
+        self.rings = rings;
         Ok(())
     }
 

@@ -1,11 +1,11 @@
 //! A virtqueue of either layout.
 
+use crate::avail_idx::AvailIdx;
 use crate::chain::Chain;
 use crate::error::QueueError;
 use crate::inflight::{InflightAccount, Recovery, RingLayout};
 use crate::memory::{AnswerPlace, LocalMemory, QueueLog};
 use crate::packed::PackedQueue;
-use crate::rings::AvailIdx;
 use crate::split::{QueueConfig, SplitQueue};
 
 /// A virtqueue of either layout, as the device sees it. Belongs to one thread.
@@ -210,11 +210,14 @@ impl Virtqueue {
         either!(self, disable_kicks());
     }
 
-    /// The number of the next chain. Of a split ring it is the avail entry to pop next, of a packed
-    /// ring the number of chains popped since the start.
+    /// The number of the next chain to pop: of a split ring its avail entry, of a packed ring the
+    /// number of chains that were popped since the start.
     #[inline]
-    pub fn next_avail(&self) -> u16 {
-        either!(self, next_avail())
+    pub fn next_chain(&self) -> u16 {
+        match self {
+            Split(queue) => queue.next_avail(),
+            Packed(queue) => queue.next_chain(),
+        }
     }
 
     /// The place at which the next start continues, as a front-end keeps it: the next avail entry

@@ -206,12 +206,12 @@ pub(crate) struct Tasks {
 }
 
 impl Tasks {
-    /// For a queue that pops avail entry `next_avail` next.
-    pub(crate) fn new(next_avail: u16) -> Self {
+    /// For a queue that pops the chain with number `next_chain` next.
+    pub(crate) fn new(next_chain: u16) -> Self {
         Self {
             queue: LAST_QUEUE.fetch_add(1, Ordering::Relaxed) + 1,
             tasks: RefCell::default(),
-            popped: Cell::new(next_avail.into()),
+            popped: Cell::new(next_chain.into()),
             covers: RefCell::default(),
             has_covers: Cell::default(),
             covers_made: Cell::default(),
@@ -219,7 +219,8 @@ impl Tasks {
         }
     }
 
-    /// Begins the task of the chain with this head, just before avail entry `next_avail`. The task
+    /// Begins the task of the chain with this head, just before the one with number
+    /// `next_chain`. The task
     /// uses the medium until [`Self::clear_medium_use`]. Returns its number: the head, unless the
     /// driver has given that to several chains at once. Before waits end, `publish` shows the
     /// driver the answers of ended tasks, since waits are answered on another queue.
@@ -233,10 +234,10 @@ impl Tasks {
         head: u16,
         unit: (UnitAddress, Option<UnitNumber>),
         tag: u64,
-        next_avail: u16,
+        next_chain: u16,
         publish: impl FnOnce(),
     ) -> Result<u16, (u16, Abort)> {
-        let place = self.count(next_avail);
+        let place = self.count(next_chain);
         let tasks = &mut *self.tasks.borrow_mut();
         let (number, task) = match tasks.get_mut(usize::from(head)) {
             Some(task) if !task.is_open => (head, task),
@@ -249,22 +250,22 @@ impl Tasks {
         self.meet_covers(tasks, number, publish)
     }
 
-    /// Counts the chain before avail entry `next_avail`, which is no task of a unit. Drop the
-    /// result when the chain's answer is in the ring, since the driver may take the chain for a
+    /// Counts the chain before the one with number `next_chain`, which is no task of a unit. Drop
+    /// the result when the chain's answer is in the ring, since the driver may take the chain for a
     /// task.
     #[inline]
-    pub(crate) fn skip(&self, next_avail: u16) -> Ended {
-        let place = self.count(next_avail);
+    pub(crate) fn skip(&self, next_chain: u16) -> Ended {
+        let place = self.count(next_chain);
         let done = if self.has_covers.get() { self.pass(place) } else { Vec::new() };
         Ended { abort: None, waiting: boxed(done) }
     }
 
     /// Counts a popped chain. Returns its place.
     #[inline]
-    fn count(&self, next_avail: u16) -> u64 {
+    fn count(&self, next_chain: u16) -> u64 {
         let popped = self.popped.get();
         let [low, high, ..] = popped.to_le_bytes();
-        let place = popped + u64::from(next_avail.wrapping_sub(u16::from_le_bytes([low, high])));
+        let place = popped + u64::from(next_chain.wrapping_sub(u16::from_le_bytes([low, high])));
         self.popped.set(place);
         place
     }
@@ -516,8 +517,8 @@ mod tests {
         }
     }
 
-    fn begin(tasks: &Tasks, tag: u64, next_avail: u16) -> u16 {
-        begin_at(tasks, (UNIT, Some(*NUMBER)), tag, next_avail)
+    fn begin(tasks: &Tasks, tag: u64, next_chain: u16) -> u16 {
+        begin_at(tasks, (UNIT, Some(*NUMBER)), tag, next_chain)
     }
 
     /// Begins a task with a free number.
@@ -525,11 +526,11 @@ mod tests {
         tasks: &Tasks,
         unit: (UnitAddress, Option<UnitNumber>),
         tag: u64,
-        next_avail: u16,
+        next_chain: u16,
     ) -> u16 {
         let free = tasks.tasks.borrow().iter().take_while(|task| task.is_open).count();
         let head = free.try_into().unwrap();
-        match tasks.begin(head, unit, tag, next_avail, || ()) {
+        match tasks.begin(head, unit, tag, next_chain, || ()) {
             Ok(number) | Err((number, _)) => {
                 assert_eq!(number, head);
                 number

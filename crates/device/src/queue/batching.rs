@@ -41,8 +41,8 @@ pub(crate) struct QueueState {
     pub(crate) available: u16,
     /// Popped chains that are not answered.
     pub(crate) in_device: u16,
-    /// The next avail entry to pop.
-    pub(crate) next_avail: u16,
+    /// The number of the next chain to pop.
+    pub(crate) next_chain: u16,
 }
 
 impl QueueState {
@@ -51,7 +51,7 @@ impl QueueState {
     }
 
     fn avail_idx(self) -> u16 {
-        self.next_avail.wrapping_add(self.available)
+        self.next_chain.wrapping_add(self.available)
     }
 }
 
@@ -152,7 +152,7 @@ impl Batching {
             if depth / 2 >= PART_MIN {
                 // Aligned parts of the ring: their cache lines change hands once.
                 let whole = 1 << (depth / 2).min(CHAINS_MAX).ilog2();
-                run.chains = whole - state.next_avail % whole;
+                run.chains = whole - state.next_chain % whole;
                 run.ops = run.chains;
                 run.publishes_each = false;
             }
@@ -275,7 +275,7 @@ mod tests {
         /// Costs of one op, a submit and a call.
         costs: [u64; 3],
         now: u64,
-        next_avail: u16,
+        next_chain: u16,
         available: u16,
         /// Answers that the driver has not seen.
         unseen: u16,
@@ -293,7 +293,7 @@ mod tests {
                 wake,
                 costs: [2_500, 1_000, 8_000],
                 now: 0,
-                next_avail: 0xfff0,
+                next_chain: 0xfff0,
                 available: depth,
                 unseen: 0,
                 wakes_at: None,
@@ -303,7 +303,7 @@ mod tests {
         }
 
         fn state(&self) -> QueueState {
-            QueueState { available: self.available, in_device: 0, next_avail: self.next_avail }
+            QueueState { available: self.available, in_device: 0, next_chain: self.next_chain }
         }
 
         /// Plays the driver: takes answers and makes as many new requests.
@@ -343,7 +343,7 @@ mod tests {
             let count = run.ops.min(run.chains).min(self.available);
             if count > 0 {
                 self.available -= count;
-                self.next_avail = self.next_avail.wrapping_add(count);
+                self.next_chain = self.next_chain.wrapping_add(count);
                 let [op, submit, _] = self.costs;
                 self.now += submit + u64::from(count) * op;
                 self.answer(count);
@@ -417,8 +417,8 @@ mod tests {
         }
     }
 
-    fn state(available: u16, in_device: u16, next_avail: u16) -> QueueState {
-        QueueState { available, in_device, next_avail }
+    fn state(available: u16, in_device: u16, next_chain: u16) -> QueueState {
+        QueueState { available, in_device, next_chain }
     }
 
     #[test]

@@ -97,16 +97,16 @@ impl RequestHandler {
         request: &mut Request,
     ) -> Begun {
         let (tasks, head) = (&self.queue.tasks, request.head);
-        let next_avail = queue.next_avail();
+        let next_chain = queue.next_chain();
         let Some(header @ Header { address: Address::Unit(address), tag, cdb }) = header else {
             let header = header.ok_or_else(|| no_header(chain));
-            return slow(Slow::WithoutUnit(header, tasks.skip(next_avail)));
+            return slow(Slow::WithoutUnit(header, tasks.skip(next_chain)));
         };
         request.local = self.queue.unit(address);
         let local = request.local.as_deref();
         let unit = local.map(|local| local.unit.number);
         let task =
-            match tasks.begin(head, (address, unit), tag, next_avail, || queue.publish_early()) {
+            match tasks.begin(head, (address, unit), tag, next_chain, || queue.publish_early()) {
                 Ok(task) => task,
                 // The ended task carries the abort.
                 Err((task, _)) => return ends(tasks.end(task), RequestKind::Other, None),
@@ -290,7 +290,7 @@ impl RequestHandler {
     /// Pushes a chain without room for an answer: the driver must find no success in its response.
     #[cold]
     fn push_unanswered(&self, queue: &Queue, chain: &Chain) {
-        let ended = self.queue.tasks.skip(queue.next_avail());
+        let ended = self.queue.tasks.skip(queue.next_chain());
         queue.push_unanswered(chain.head, chain.fault);
         ended.end_waits_after(|| queue.publish_early());
     }

@@ -66,7 +66,7 @@ impl LocalUnit {
 impl RequestQueue {
     fn new(io: &Rc<Io>, queue: &Rc<Queue>, units: Arc<Units>) -> Self {
         Self {
-            tasks: Tasks::new(queue.next_avail()),
+            tasks: Tasks::new(queue.next_chain()),
             io: Rc::clone(io),
             units,
             local: RefCell::default(),
@@ -171,8 +171,8 @@ impl RequestQueue {
         self.queue.upgrade().is_some_and(|queue| queue.is_recovered(head))
     }
 
-    /// Covers tasks as `treatment` says, and chains that are not popped: the chains before avail
-    /// entry `until`, or all available ones.
+    /// Covers tasks as `treatment` says, and chains that are not popped: the chains before number
+    /// `until`, or all available ones.
     fn cover(
         &self,
         selector: TaskSelector,
@@ -187,10 +187,10 @@ impl RequestQueue {
         };
         let available = i64::from(queue.available());
         // Later chains may have come, and may have been popped. No ring has 2^15 entries.
-        let next_avail = queue.next_avail();
-        let ahead = |until: u16| i64::from(until.wrapping_sub(next_avail).cast_signed());
+        let next_chain = queue.next_chain();
+        let ahead = |until: u16| i64::from(until.wrapping_sub(next_chain).cast_signed());
         let ahead = until.map_or(available, |until| ahead(until).min(available));
-        if queue.is_broken() && until != Some(next_avail) {
+        if queue.is_broken() && until != Some(next_chain) {
             // The next owner of the queue may carry out the rest of its ring.
             token.mark_lost();
         }

@@ -25,6 +25,11 @@ impl LocalMemory {
     /// Makes the first reference of a thread. Further ones are clones of it.
     pub fn new(map: Arc<GuestMemory>) -> Self {
         let memory = Memory::loggable(Arc::clone(&map));
+        Self::from_parts(map, memory)
+    }
+
+    /// Makes a reference from a map, and the owner for lists of it.
+    pub(crate) fn from_parts(map: Arc<GuestMemory>, memory: Memory) -> Self {
         Self(Rc::new(Local { map, memory }))
     }
 
@@ -45,7 +50,7 @@ impl LocalMemory {
 
     /// The owner that lists of this map's ranges hold.
     #[inline]
-    pub(super) fn memory(&self) -> &Memory {
+    pub(crate) fn lists(&self) -> &Memory {
         &self.0.memory
     }
 
@@ -55,7 +60,7 @@ impl LocalMemory {
         // SAFETY: only the translator of this map and `whole` call it, with ranges that the map has
         // mapped for reading and writing. They stay mapped while `memory` lives, and no Rust
         // reference is ever made to guest memory.
-        unsafe { Buffers::from_raw_parts(ranges, self.memory().clone()) }
+        unsafe { Buffers::from_raw_parts(ranges, self.lists().clone()) }
     }
 
     /// Returns a list of the whole map, for an engine that registers its pages.

@@ -41,7 +41,7 @@ fn range(host: *mut u8, len: usize) -> iovec {
 /// Makes a list of the collected ranges, and starts an empty one.
 #[inline]
 fn take(ranges: &mut Ranges, memory: &LocalMemory) -> Buffers {
-    memory.buffers(std::mem::replace(ranges, memory.memory().storage()))
+    memory.buffers(std::mem::replace(ranges, memory.lists().storage()))
 }
 
 /// Reads the descriptors of a queue and translates guest addresses into host ranges, for one map.
@@ -64,7 +64,7 @@ impl Translator {
     pub(crate) fn new(memory: LocalMemory, desc_table: u64, entries: u16) -> Option<Self> {
         let host = memory.host_of(desc_table, usize::from(entries) * DESCRIPTOR_BYTES)?;
         let main = Table::new(desc_table, entries, Some(host));
-        let (readable, writable) = (memory.memory().storage(), memory.memory().storage());
+        let (readable, writable) = (memory.lists().storage(), memory.lists().storage());
         Some(Self {
             memory,
             last: HostRegion::NONE,

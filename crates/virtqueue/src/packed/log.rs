@@ -1,9 +1,7 @@
 //! Marks of writes to the ring in the log, and the log of a queue.
 
-use std::sync::Arc;
-
 use super::PackedQueue;
-use crate::memory::{DESCRIPTOR_BYTES, DirtyLog, QueueLog};
+use crate::memory::{DESCRIPTOR_BYTES, QueueLog};
 use crate::position::Position;
 
 /// Bytes of the device's event structure.
@@ -19,17 +17,9 @@ impl PackedQueue {
     /// The new log gets marks for the whole ring: a process that was killed may have written there
     /// without a mark.
     pub fn set_log(&mut self, log: Option<QueueLog>) {
-        self.log = log;
-        for memory in self.before_loss.iter().chain([self.translator.memory()]) {
-            memory.set_log(self.log_of_data());
-        }
+        self.memory.set_log(log);
         self.mark_descriptors(0, self.config.size);
         self.mark_kick_wish();
-    }
-
-    /// The log of writes through the buffers of chains.
-    pub(super) fn log_of_data(&self) -> Option<&Arc<DirtyLog>> {
-        self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
     }
 
     /// Marks used elements that were written, in `count` descriptors from `first` on.
@@ -42,15 +32,11 @@ impl PackedQueue {
 
     /// Marks the event structure, which was stored to enable or disable kicks.
     pub(super) fn mark_kick_wish(&self) {
-        if let Some(QueueLog { log, used_ring: Some(start), .. }) = &self.log {
-            log.mark(*start, EVENT_BYTES);
-        }
+        self.memory.mark_used_ring(0, EVENT_BYTES);
     }
 
     fn mark_descriptors(&self, first: u16, count: u16) {
-        if let Some(QueueLog { log, used_ring: Some(_), .. }) = &self.log {
-            let place = |slots: u16| usize::from(slots) * DESCRIPTOR_BYTES;
-            log.mark(self.config.desc_table + place(first) as u64, place(count));
-        }
+        let place = |slots: u16| usize::from(slots) * DESCRIPTOR_BYTES;
+        self.memory.mark_ring(self.config.desc_table + place(first) as u64, place(count));
     }
 }

@@ -1,7 +1,5 @@
 //! Popped chains: the way back into the ring, and a second look at the header.
 
-use std::sync::atomic::Ordering;
-
 use super::{NOT_IN_DEVICE, PackedQueue, Seen};
 use crate::memory::DESCRIPTOR_BYTES;
 use crate::position::Position;
@@ -27,9 +25,7 @@ impl PackedQueue {
         if let Some(inflight) = &mut self.inflight {
             inflight.leave(chain.entry);
         }
-        if let Some(progress) = &self.progress {
-            progress.store(self.progress_word(), Ordering::Release);
-        }
+        self.note_progress();
     }
 
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
@@ -38,7 +34,7 @@ impl PackedQueue {
     #[must_use]
     pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
         let chain = self.chains.get(usize::from(head)).filter(|chain| chain.count > 0)?;
-        let memory = self.translator.memory();
+        let memory = self.memory.map();
         let (mut addr, mut bytes) = (chain.addr, chain.bytes);
         if chain.is_indirect {
             let mut first = [0; DESCRIPTOR_BYTES];

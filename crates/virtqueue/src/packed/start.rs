@@ -1,15 +1,15 @@
 //! The start of a packed queue, and its move to another memory map.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use super::{NOT_IN_DEVICE, PackedQueue, Seen};
+use crate::avail_idx::{AvailIdx, Progress};
 use crate::descriptor_ring::{DescriptorRing, PackedParts, UsedWord, Wish};
 use crate::error::{QueueError, RingPart};
 use crate::inflight::{InflightAccount, PackedInflight, Recovery};
 use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
 use crate::position::{DESC_F_LAP, Position};
-use crate::rings::AvailIdx;
+use crate::queue_memory::QueueMemory;
 use crate::split::QueueConfig;
 
 impl PackedQueue {
@@ -23,9 +23,27 @@ impl PackedQueue {
     ///
     /// # Errors
     ///
-    /// If the size is 0 or more than [`MAX_QUEUE_SIZE`], a place is not in the ring, or a part is
-    /// misaligned or not within one memory region.
+    /// If the size is 0 or more than [`MAX_QUEUE_SIZE`], a place is not in the ring, both places
+    /// differ, or a part is misaligned or not within one memory region. Descriptors between the
+    /// places are in the device, but the ring does not tell which requests they belong to.
     pub fn new(
+        memory: LocalMemory,
+        config: QueueConfig,
+        next_used: u16,
+    ) -> Result<Self, QueueError> {
+        Self::at_base(memory, config, next_used)?.without_requests()
+    }
+
+    /// Refuses a queue with requests that no account has: they would have no answer.
+    fn without_requests(self) -> Result<Self, QueueError> {
+        match self.config.size - self.room {
+            0 => Ok(self),
+            descriptors => Err(QueueError::NoAccountOfRequests { descriptors }),
+        }
+    }
+
+    /// Takes over a queue at the places that the front-end states.
+    fn at_base(
         memory: LocalMemory,
         config: QueueConfig,
         next_used: u16,
@@ -51,7 +69,7 @@ impl PackedQueue {
         }
         ring.store_device_wish(Wish::Never);
         Ok(Self {
-            translator,
+            memory: QueueMemory::new(translator),
             ring,
             config,
             next,
@@ -71,8 +89,6 @@ impl PackedQueue {
             inflight: None,
             prefetch: true,
             progress: None,
-            log: None,
-            before_loss: Vec::new(),
         })
     }
 
@@ -82,14 +98,15 @@ impl PackedQueue {
     ///
     /// # Errors
     ///
-    /// As for [`new`](Self::new), and if the region is invalid.
+    /// As for [`new`](Self::new), and if the region is invalid. The places may differ if the region
+    /// knows the ring.
     pub fn with_inflight(
         memory: LocalMemory,
         config: QueueConfig,
         next_used: u16,
         inflight: &InflightAccount,
     ) -> Result<(Self, Recovery), QueueError> {
-        let mut queue = Self::new(memory, config, next_used)?;
+        let mut queue = Self::at_base(memory, config, next_used)?;
         let (inflight, recovery, used) = PackedInflight::open(inflight, &queue.ring, queue.used)?;
         if let Recovery::Known { requests } = recovery {
             let taken = inflight.descriptors_again();
@@ -98,6 +115,8 @@ impl PackedQueue {
             (queue.next, queue.seen) = (next, Seen::none(next));
             queue.room = config.size - taken;
             queue.recovered = requests;
+        } else {
+            queue = queue.without_requests()?;
         }
         queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
@@ -110,19 +129,18 @@ impl PackedQueue {
     ///
     /// As for [`PackedQueue::new`]. The queue then keeps the old map.
     pub fn set_memory(&mut self, memory: LocalMemory) -> Result<(), QueueError> {
-        let answer_place = self.translator.answer_place();
-        (self.translator, self.ring) = map_parts(memory, &self.config)?;
-        self.translator.set_answer_place(answer_place);
-        self.translator.memory().set_log(self.log_of_data());
+        let (translator, ring) = map_parts(memory, &self.config)?;
+        self.memory.replace(translator);
+        self.ring = ring;
         Ok(())
     }
 
     /// Returns a handle with which other threads learn the driver's progress.
     pub fn avail_idx(&mut self) -> AvailIdx {
-        let word = self.progress_word();
-        let progress = self.progress.get_or_insert_with(|| Arc::new(AtomicU64::new(word)));
+        let (number, next) = (self.next_in_ring(), self.next);
+        let progress = self.progress.get_or_insert_with(|| Arc::new(Progress::new(number, next)));
         let QueueConfig { desc_table, size, .. } = self.config;
-        AvailIdx::packed(self.translator.memory(), desc_table, size, Arc::clone(progress))
+        AvailIdx::packed(self.memory.map(), desc_table, size, Arc::clone(progress))
     }
 }
 

@@ -1,9 +1,7 @@
 //! Marks of writes to the used ring in the log, and the log of a queue.
 
-use std::sync::Arc;
-
 use super::SplitQueue;
-use crate::memory::{DirtyLog, QueueLog};
+use crate::memory::QueueLog;
 use crate::rings::{RING_EVENT_BYTES, RING_IDX};
 
 /// Bytes of used idx, and of the flags of the used ring.
@@ -17,16 +15,8 @@ impl SplitQueue {
     /// The new log gets marks for the whole used ring: a process that was killed may have written
     /// there without a mark.
     pub fn set_log(&mut self, log: Option<QueueLog>) {
-        self.log = log;
-        for memory in self.before_loss.iter().chain([self.translator.memory()]) {
-            memory.set_log(self.log_of_data());
-        }
-        self.mark_used(0, self.rings.avail_event_offset() + self.event_bytes());
-    }
-
-    /// The log of writes through the buffers of chains.
-    pub(super) fn log_of_data(&self) -> Option<&Arc<DirtyLog>> {
-        self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
+        self.memory.set_log(log);
+        self.memory.mark_used_ring(0, self.rings.avail_event_offset() + self.event_bytes());
     }
 
     /// Makes `count` elements visible, with marks: elements before they are visible, and used idx
@@ -35,16 +25,16 @@ impl SplitQueue {
     #[inline(never)]
     pub(super) fn publish_with_marks(&mut self, count: u16) {
         for range in self.rings.used_entry_ranges(self.published_used, self.next_used) {
-            self.mark_used(range.start, range.len());
+            self.memory.mark_used_ring(range.start, range.len());
         }
         self.store_used_idx(count);
-        self.mark_used(RING_IDX, FIELD_BYTES);
+        self.memory.mark_used_ring(RING_IDX, FIELD_BYTES);
     }
 
     /// Marks the field that was stored to enable or disable kicks.
     #[inline]
     pub(super) fn mark_kick_wish(&self) {
-        if self.log.is_some() {
+        if self.memory.is_logged() {
             self.mark_wish();
         }
     }
@@ -53,19 +43,13 @@ impl SplitQueue {
     #[inline(never)]
     fn mark_wish(&self) {
         if self.config.event_idx {
-            self.mark_used(self.rings.avail_event_offset(), RING_EVENT_BYTES);
+            self.memory.mark_used_ring(self.rings.avail_event_offset(), RING_EVENT_BYTES);
         } else {
-            self.mark_used(0, FIELD_BYTES);
+            self.memory.mark_used_ring(0, FIELD_BYTES);
         }
     }
 
     fn event_bytes(&self) -> usize {
         if self.config.event_idx { RING_EVENT_BYTES } else { 0 }
-    }
-
-    fn mark_used(&self, offset: usize, bytes: usize) {
-        if let Some(QueueLog { log, used_ring: Some(start), .. }) = &self.log {
-            log.mark(start + offset as u64, bytes);
-        }
     }
 }

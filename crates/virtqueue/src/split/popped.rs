@@ -2,8 +2,8 @@
 //! threads.
 
 use super::SplitQueue;
+use crate::avail_idx::AvailIdx;
 use crate::memory::{DESC_F_INDIRECT, DESCRIPTOR_BYTES};
-use crate::rings::AvailIdx;
 
 impl SplitQueue {
     /// Returns true if an earlier process saw this chain, which must be popped and not yet pushed.
@@ -42,7 +42,7 @@ impl SplitQueue {
 
     /// Returns a handle with which other threads read avail idx.
     pub fn avail_idx(&self) -> AvailIdx {
-        AvailIdx::new(self.translator.memory(), self.config.avail_ring)
+        AvailIdx::split(self.memory.map(), self.config.avail_ring)
     }
 
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
@@ -60,13 +60,13 @@ impl SplitQueue {
         let (addr, bytes, _) = first;
         let mut header = [0; BYTES];
         let is_long = usize::try_from(bytes).is_ok_and(|bytes| bytes >= BYTES);
-        (is_long && self.translator.memory().read(addr, &mut header).is_ok()).then_some(header)
+        (is_long && self.memory.map().read(addr, &mut header).is_ok()).then_some(header)
     }
 
     /// The address, the bytes and the flags of a descriptor (virtio 1.3, section 2.7.5).
     fn descriptor_at(&self, addr: u64) -> Option<(u64, u32, u16)> {
         let mut bytes = [0; DESCRIPTOR_BYTES];
-        self.translator.memory().read(addr, &mut bytes).ok()?;
+        self.memory.map().read(addr, &mut bytes).ok()?;
         let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, f0, f1, _, _] = bytes;
         let addr = u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]);
         Some((addr, u32::from_le_bytes([l0, l1, l2, l3]), u16::from_le_bytes([f0, f1])))

@@ -1,6 +1,7 @@
 //! Packed rings: set-up, chains, events, and drivers that break the rules.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use virtqueue::driver::{Desc, INDIRECT, NEXT, PACKED_START, PackedDriver, WRITE};
 use virtqueue::{
@@ -101,19 +102,21 @@ fn a_bad_setup_is_refused() {
     }
 }
 
-/// The places of both sides may be apart: descriptors between them are in the device.
+/// Descriptors between the places of both sides are in the device: no answer would come.
 #[test]
-fn a_queue_continues_at_its_base() {
-    for next in 0..6_u16 {
-        let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
-        let place = |at: u16| if at < 5 { at } else { WRAP | (at - 5) };
-        let base = QueueConfig { next_avail: place(3 + next), ..config(5, false) };
-        let opened = PackedQueue::new(LocalMemory::new(Arc::clone(&memory)), base, place(3));
-        let queue = opened.expect("at most a lap apart");
-        let expected = u32::from(place(3 + next)) | u32::from(place(3)) << 16;
-        assert_eq!(queue.base(), expected);
-    }
+fn a_queue_continues_at_its_base_with_no_request_in_the_device() {
     let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
+    let place = |at: u16| if at < 5 { at } else { WRAP | (at - 5) };
+    for next in 3..9 {
+        let base = QueueConfig { next_avail: place(next), ..config(5, false) };
+        let open = |used| PackedQueue::new(LocalMemory::new(Arc::clone(&memory)), base, used);
+        let queue = open(place(next)).expect("all is answered");
+        assert_eq!(queue.base(), u32::from(place(next)) * 0x1_0001);
+        for descriptors in 1..=next.min(5) {
+            let expected = QueueError::NoAccountOfRequests { descriptors };
+            assert_eq!(open(place(next - descriptors)).err(), Some(expected));
+        }
+    }
     let base = QueueConfig { next_avail: 2, ..config(5, false) };
     let opened = PackedQueue::new(LocalMemory::new(memory), base, 3);
     assert_eq!(opened.err(), Some(QueueError::Base { slot: 2, size: 5 }), "nearly two laps");
@@ -378,22 +381,77 @@ fn kicks_are_asked_for_at_the_next_place() {
     assert_eq!((driver.device_events(), driver.needs_kick(old)), ((0, 0), true));
 }
 
+/// A driver that breaks the rules: a count of chains that are gone would stay for ever.
+#[test]
+fn chains_that_the_driver_takes_back_are_not_counted() {
+    let (mut driver, mut queue) = pair(config(4, false));
+    for _ in 0..3 {
+        driver.add(&[Desc::writable(0x8000, 1)], None);
+    }
+    driver.publish();
+    assert_eq!(queue.available_now(), 3);
+    (0..3).for_each(|slot| driver.put_desc(slot, Desc::writable(0x8000, 1), slot, 0));
+    assert!(queue.pop().expect("no error").is_none());
+    assert_eq!((queue.available(false).expect("good"), queue.available_now()), (0, 0));
+}
+
+/// The queue pops chains of a full ring all the time, and used elements come into their places.
+#[test]
+fn other_threads_learn_the_progress_while_the_queue_is_busy() {
+    const SIZE: u16 = 1000;
+    let (mut driver, mut queue) = pair(config(SIZE, false));
+    let avail_idx = queue.avail_idx();
+    // The chains that the driver begins to make available, and that it has.
+    let (begun, done) = <(AtomicU32, AtomicU32)>::default();
+    let offer = |driver: &mut Driver| {
+        let count = begun.fetch_add(1, Ordering::Relaxed);
+        let pieces = usize::try_from(count % 3).expect("a length") + 1;
+        driver.add(&vec![Desc::writable(0x8000, 1); pieces], None);
+        driver.publish();
+        done.store(count + 1, Ordering::Release);
+    };
+    while driver.room() >= 3 {
+        offer(&mut driver);
+    }
+    let low = |count: u32| u16::try_from(count & 0xffff).expect("16 bits");
+    std::thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            for _ in 0..300 {
+                let least = done.load(Ordering::Acquire);
+                let chains = avail_idx.load().expect("the queue is there");
+                let most = begun.load(Ordering::Relaxed) - least;
+                assert!(chains.wrapping_sub(low(least)) <= low(most), "{least} {chains} {most}");
+            }
+        });
+        while !looks.is_finished() {
+            let id = pop(&mut queue).head;
+            queue.push(id, 0);
+            let _ = queue.publish();
+            driver.take_used().expect("it is visible");
+            if driver.room() >= 3 {
+                offer(&mut driver);
+            }
+        }
+    });
+    assert!(begun.load(Ordering::Relaxed) > u32::from(SIZE), "the ring was not busy");
+}
+
 #[test]
 fn other_threads_learn_the_progress_of_the_driver() {
     let (mut driver, mut queue) = pair(config(5, false));
     let avail_idx = queue.avail_idx();
     for round in 0..30 {
-        assert_eq!(avail_idx.load(), Some(queue.next_avail()));
+        assert_eq!(avail_idx.load(), Some(queue.next_chain()));
         driver.add(&[Desc::writable(0x8000, 1), Desc::writable(0x8000, 1)], None);
         driver.add(&[Desc::writable(0x8000, 1)], None);
         driver.publish();
-        assert_eq!(avail_idx.load(), Some(queue.next_avail() + 2), "{round}");
+        assert_eq!(avail_idx.load(), Some(queue.next_chain() + 2), "{round}");
         for left in [1, 0] {
             let id = pop(&mut queue).head;
-            assert_eq!(avail_idx.load(), Some(queue.next_avail() + left));
+            assert_eq!(avail_idx.load(), Some(queue.next_chain() + left));
             if left == 1 {
                 queue.put_back(id);
-                assert_eq!(avail_idx.load(), Some(queue.next_avail() + 2));
+                assert_eq!(avail_idx.load(), Some(queue.next_chain() + 2));
                 pop(&mut queue);
             }
             queue.push(id, 0);

@@ -1,11 +1,12 @@
-//! The log of pages that the queue writes in a packed ring.
+//! The log of pages that the queue writes in a packed ring, and through earlier maps.
 
 use std::sync::Arc;
 
 use virtqueue::driver::Desc;
-use virtqueue::{DirtyLog, GuestMemory, QueueConfig, QueueLog};
+use virtqueue::{DirtyLog, GuestMemory, LocalMemory, QueueConfig, QueueLog, Virtqueue};
 
 use crate::packed::{config, pair};
+use crate::ring::{F_WRITE, Hand, ISLAND, new_ring};
 
 const PAGE: u64 = 4096;
 /// Two pages of descriptors.
@@ -84,5 +85,39 @@ fn every_page_that_is_written_is_marked() {
         queue.disable_kicks();
         assert_eq!(take_marks(&memory), [0; 0]);
         driver.take_used();
+    }
+}
+
+/// A chain that was popped before the map changed is written to in the end.
+#[test]
+fn writes_through_an_earlier_map_are_marked_in_the_present_log() {
+    let mut ring = new_ring(8, false);
+    ring.chain(0, &[(ISLAND, 8, F_WRITE)]);
+    let (mut driver, packed) = pair(config(4, false));
+    driver.add(&[Desc::writable(ISLAND, 8)], None);
+    driver.publish();
+    let queues = [
+        (Virtqueue::Split(ring.queue()), Arc::clone(&ring.memory)),
+        (Virtqueue::Packed(packed), Arc::clone(&driver.memory)),
+    ];
+    for (mut queue, memory) in queues {
+        let logs = [(); 2].map(|()| Arc::new(GuestMemory::anonymous(&[(0, PAGE)]).expect("a log")));
+        let set = |queue: &mut Virtqueue, log: &Arc<GuestMemory>| {
+            let log = Arc::new(DirtyLog::new(Arc::clone(log), 64).expect("it is long enough"));
+            queue.set_log(Some(QueueLog { log, marks_data: true, used_ring: None }));
+        };
+        set(&mut queue, &logs[0]);
+        let mut chain = queue.pop().expect("good").expect("available");
+        let writable = std::mem::replace(&mut chain.writable, iomem::Buffers::empty());
+        // Only the list keeps the earlier map.
+        drop(chain);
+        for _ in 0..2 {
+            queue.set_memory(LocalMemory::new(Arc::clone(&memory))).expect("the same map");
+        }
+        writable.copy_from(0, b"x");
+        assert_eq!(logs.each_ref().map(|log| take_marks(log)), [vec![ISLAND], vec![]]);
+        set(&mut queue, &logs[1]);
+        writable.copy_from(0, b"x");
+        assert_eq!(logs.each_ref().map(|log| take_marks(log)), [vec![], vec![ISLAND]]);
     }
 }

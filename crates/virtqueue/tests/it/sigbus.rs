@@ -5,12 +5,15 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::sync::Arc;
 
+use virtqueue::driver::{Desc, PACKED_START, PackedDriver};
 use virtqueue::{
-    ChainFault, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules, QueueError,
-    RegionConfig, RingLayout, RingPart, SplitQueue, install_sigbus_handler, lost_regions,
+    ChainFault, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules, PackedQueue,
+    QueueError, RegionConfig, RingLayout, RingPart, SplitQueue, install_sigbus_handler,
+    lost_regions,
 };
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
+use crate::packed;
 use crate::ring::{
     AVAIL_RING, BORDER, DESC_TABLE, F_INDIRECT, F_WRITE, HOLE, Hand, ISLAND, Ring, USED_RING,
     memfd, new_ring, pop,
@@ -209,6 +212,39 @@ fn requests_of_an_earlier_process_survive_a_lost_region() {
     assert!(!ring.memory.is_intact());
     let heads = [(); 3].map(|()| pop(&mut queue).head);
     assert_eq!((heads, queue.has_recovered(), queue.in_device()), ([2, 1, 0], false, 3));
+}
+
+/// The same in a packed ring, with the buffers of each request.
+#[test]
+fn requests_of_an_earlier_process_in_a_packed_ring_survive_a_lost_region() {
+    let (ring, files) = ring();
+    let region = GuestMemory::anonymous(&[(0, REGION)]).unwrap();
+    let region = InflightRegion::new(Arc::new(region), RingLayout::Packed, 1, 8).unwrap();
+    let account = region.queue(0).unwrap();
+    let config = packed::config(8, true);
+    let open = || {
+        let memory = LocalMemory::new(Arc::clone(&ring.memory));
+        PackedQueue::with_inflight(memory, config, PACKED_START, &account).unwrap().0
+    };
+    let mut driver = PackedDriver::new(Arc::clone(&ring.memory), config);
+    for len in [16, 17] {
+        driver.add(&[Desc::writable(BORDER, len)], None);
+    }
+    driver.publish();
+    let mut before = open();
+    let heads = [(); 2].map(|()| before.pop().unwrap().unwrap().head);
+    drop(before);
+
+    let mut queue = open();
+    files[2].set_len(0).unwrap();
+    ring.memory.write(ISLAND, b"lost").unwrap();
+    assert!(!ring.memory.is_intact());
+    for (head, bytes) in heads.into_iter().zip([16, 17]) {
+        let chain = queue.pop().unwrap().unwrap();
+        assert_eq!((chain.head, chain.fault, chain.writable.bytes()), (head, None, bytes));
+        assert!(chain.memory.is_intact());
+    }
+    assert_eq!((queue.has_recovered(), queue.in_device()), (false, 2));
 }
 
 /// More regions than a chunk of the table holds. They come, are lost, and go.

@@ -45,7 +45,7 @@ impl RequestHandler {
         };
         // From now on the task belongs to the unit.
         let unit = (*address, Some(local.unit.number));
-        let begun = tasks.begin(head, unit, *tag, queue.next_avail(), || queue.publish_early());
+        let begun = tasks.begin(head, unit, *tag, queue.next_chain(), || queue.publish_early());
         ended.end_waits_after(|| queue.publish_early());
         let number = match begun {
             Ok(number) => number,

@@ -1,0 +1,105 @@
+//! The memory of a queue: the present map, the maps of chains that were popped earlier, and the log
+//! of writes to all of them.
+
+use std::sync::{Arc, Weak};
+
+use iomem::WeakMemory;
+
+use crate::error::QueueError;
+use crate::memory::{DirtyLog, GuestMemory, LocalMemory, QueueLog, Translator};
+
+/// The memory of a queue, and its log.
+#[derive(Debug)]
+pub(crate) struct QueueMemory {
+    /// The translator of the present map.
+    pub(crate) translator: Translator,
+    /// The log of writes, if there is one.
+    log: Option<QueueLog>,
+    /// Maps that were replaced, which chains may still have.
+    earlier: Vec<EarlierMap>,
+}
+
+/// A map that goes away with its last chain.
+#[derive(Debug)]
+struct EarlierMap {
+    map: Weak<GuestMemory>,
+    lists: WeakMemory,
+}
+
+impl QueueMemory {
+    pub(crate) fn new(translator: Translator) -> Self {
+        Self { translator, log: None, earlier: Vec::new() }
+    }
+
+    /// The present map.
+    #[inline]
+    pub(crate) fn map(&self) -> &LocalMemory {
+        self.translator.memory()
+    }
+
+    #[inline]
+    pub(crate) fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Continues with another translator. The log receives writes to either map.
+    pub(crate) fn replace(&mut self, translator: Translator) {
+        let answer_place = self.translator.answer_place();
+        let before = std::mem::replace(&mut self.translator, translator);
+        self.translator.set_answer_place(answer_place);
+        self.map().set_log(self.log_of_data());
+        let before = before.memory();
+        let (map, lists) = (Arc::downgrade(before.shared()), before.lists().downgrade());
+        self.earlier.retain(|earlier| earlier.map.strong_count() > 0);
+        self.earlier.push(EarlierMap { map, lists });
+    }
+
+    /// Returns the present map without the regions that are lost.
+    pub(crate) fn without_lost(&self) -> LocalMemory {
+        // Any part of a valid map is a valid map.
+        let rest = self.map().without_lost().unwrap_or_else(|_| GuestMemory::empty());
+        LocalMemory::new(Arc::new(rest))
+    }
+
+    /// Sets, replaces or removes the log of writes, through the buffers of all chains too. The
+    /// previous log is not touched afterwards.
+    pub(crate) fn set_log(&mut self, log: Option<QueueLog>) {
+        self.log = log;
+        self.map().set_log(self.log_of_data());
+        for EarlierMap { map, lists } in &self.earlier {
+            if let (Some(map), Some(lists)) = (map.upgrade(), lists.upgrade()) {
+                LocalMemory::from_parts(map, lists).set_log(self.log_of_data());
+            }
+        }
+    }
+
+    /// The log of writes through the buffers of chains.
+    fn log_of_data(&self) -> Option<&Arc<DirtyLog>> {
+        self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
+    }
+
+    /// Marks `bytes` bytes from `offset` on of the used ring, or of a packed ring's device events,
+    /// if writes to the ring are logged.
+    pub(crate) fn mark_used_ring(&self, offset: usize, bytes: usize) {
+        if let Some(QueueLog { log, used_ring: Some(start), .. }) = &self.log {
+            log.mark(start + offset as u64, bytes);
+        }
+    }
+
+    /// Marks `bytes` bytes from guest address `addr` on, which are a part of a packed ring, if
+    /// writes to the ring are logged.
+    pub(crate) fn mark_ring(&self, addr: u64, bytes: usize) {
+        if let Some(QueueLog { log, used_ring: Some(_), .. }) = &self.log {
+            log.mark(addr, bytes);
+        }
+    }
+}
+
+/// The fault of a ring that is not in a map without the regions that are lost.
+#[cold]
+pub(crate) fn lost_with_memory(error: QueueError) -> QueueError {
+    match error {
+        QueueError::Unmapped { part, addr, len } => QueueError::MemoryGone { part, addr, len },
+        other => other,
+    }
+}
