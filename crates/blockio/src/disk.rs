@@ -30,7 +30,7 @@ use crate::config::EngineKind;
 use crate::op::OpKind;
 use crate::op::bounce::BounceShare;
 use crate::thread::io::Io;
-use driver::{Driver, FilePosition, Request, Route};
+use driver::{Driver, FilePosition, Route};
 use file::FileDisk;
 pub use file::late_lock::LateLock;
 pub use file::lock::{find_holders, set_holder_finder};
@@ -120,15 +120,13 @@ impl AttachedDriver {
     /// Reads, and marks the memory in its log, since a library, a server or a thread that writes
     /// there does not. A failed read may have been made in part, and the log may begin or change
     /// while the read is made.
-    fn read(&self, offset: u64, buffers: Buffers) -> Request<'_, Result<(), TransferError>> {
-        let Some(logged) = buffers.duplicate_if_loggable() else {
-            return self.disk.read(offset, buffers);
-        };
-        Box::pin(async move {
-            let result = self.disk.read(offset, buffers).await;
-            logged.wrote(logged.bytes());
-            result
-        })
+    async fn read(&self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
+        let written = buffers.to_report();
+        let result = self.disk.read(offset, buffers).await;
+        if let Some(written) = written {
+            written.wrote();
+        }
+        result
     }
 
     /// Like [`Disk::route`](super::Disk::route).

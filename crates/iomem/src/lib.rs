@@ -20,9 +20,11 @@ mod copy;
 mod fits;
 mod list;
 mod memory;
+mod shared_byte;
 
 pub use block::{BufferMemory, LentBlock, RepeatedBlock};
 pub use copy::{copy_in, copy_out};
 pub use fits::fits;
-pub use list::{Buffers, SharedByte, SharedBytes};
+pub use list::{Buffers, SharedBytes};
 pub use memory::{IOVECS_MAX, Memory, Ranges, WeakMemory, WriteLog};
+pub use shared_byte::SharedByte;

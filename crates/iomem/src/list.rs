@@ -8,6 +8,7 @@ use libc::iovec;
 
 use crate::copy::{copy_across, copy_in, copy_out, zero};
 use crate::memory::{IOVECS_MAX, Memory, Parts, Ranges};
+use crate::shared_byte::SharedByte;
 
 /// A list of memory ranges. Its [`Memory`] keeps them mapped, and takes back its storage on drop. A
 /// log receives copies into the list, and other writes only by [`wrote`](Self::wrote).
@@ -193,14 +194,14 @@ impl Buffers {
     }
 
     #[cold]
-    fn take_list(&mut self, bytes: usize) -> Option<Box<Self>> {
+    fn take_list(&mut self, bytes: usize) -> Option<Self> {
         if self.0.bytes < bytes {
             return None;
         }
         let mut front = self.duplicate();
         front.truncate(bytes);
         self.advance(bytes);
-        Some(Box::new(front))
+        Some(front)
     }
 
     #[cold]
@@ -243,7 +244,7 @@ impl Buffers {
                 if left == 0 {
                     self.0.iovecs.pop();
                 }
-                return Some(SharedByte { address, memory: self.memory().clone() });
+                return Some(SharedByte::new(address, self.memory().clone()));
             }
             self.0.iovecs.pop();
         }
@@ -372,10 +373,19 @@ impl Buffers {
         beside
     }
 
-    /// Returns another list of the same memory if there may be a log of writes to it now or later.
+    /// Returns all bytes, for a [report](SharedBytes::wrote) after the list itself has gone. `None`
+    /// if there is no log of writes to them, now or later. A list of one range is not copied.
     #[must_use]
-    pub fn duplicate_if_loggable(&self) -> Option<Self> {
-        self.memory().may_be_logged().then(|| self.duplicate())
+    pub fn to_report(&self) -> Option<SharedBytes> {
+        if !self.memory().may_be_logged() {
+            return None;
+        }
+        Some(SharedBytes(match *self.iovecs() {
+            [iovec { iov_base, iov_len: bytes }] => {
+                Place::Range { start: iov_base.cast(), bytes, memory: self.memory().clone() }
+            }
+            _ => Place::List(self.duplicate()),
+        }))
     }
 
     /// Calls `visit(done, start, len)` for each contiguous part of the bytes `offset..offset + len`
@@ -416,26 +426,6 @@ impl Drop for Buffers {
     }
 }
 
-/// A byte of shared memory that may be written. Keeps it mapped.
-#[derive(Debug)]
-pub struct SharedByte {
-    address: *mut u8,
-    memory: Memory,
-}
-
-impl SharedByte {
-    /// Writes the byte.
-    #[inline]
-    pub fn write(&self, value: u8) {
-        // SAFETY: the byte is in a range of a list, which `self.memory` keeps mapped, and a byte
-        // needs no alignment.
-        unsafe { self.address.write_volatile(value) };
-        if self.memory.is_logged() {
-            self.memory.report(self.address, 1);
-        }
-    }
-}
-
 /// Bytes of shared memory that may be written once. Keeps them mapped.
 #[derive(Debug)]
 pub struct SharedBytes(Place);
@@ -443,7 +433,7 @@ pub struct SharedBytes(Place);
 #[derive(Debug)]
 enum Place {
     Range { start: *mut u8, bytes: usize, memory: Memory },
-    List(Box<Buffers>),
+    List(Buffers),
 }
 
 impl SharedBytes {
@@ -454,6 +444,18 @@ impl SharedBytes {
         match &self.0 {
             Place::Range { bytes, .. } => *bytes,
             Place::List(list) => list.bytes(),
+        }
+    }
+
+    /// Reports that all bytes were written.
+    pub fn wrote(&self) {
+        match &self.0 {
+            &Place::Range { start, bytes, ref memory } => {
+                if memory.is_logged() {
+                    memory.report(start, bytes);
+                }
+            }
+            Place::List(list) => list.wrote(list.bytes()),
         }
     }
 
@@ -742,19 +744,24 @@ mod tests {
     #[test]
     fn a_log_is_replaced_under_lists_that_exist() {
         let whole = Buffers::aligned(64, 64);
-        let memory = Memory::loggable(whole.memory().clone());
-        let list = cut(&whole, memory.clone(), &[64]);
-        let later = list.duplicate_if_loggable().expect("there may be a log");
-        assert!(whole.duplicate_if_loggable().is_none());
-        let logs = [Rc::new(Bytes::default()), Rc::new(Bytes::default())];
-        list.wrote(1);
-        for log in &logs {
-            memory.set_log(Some(Rc::<Bytes>::clone(log)));
-            later.wrote(2);
+        assert!(whole.to_report().is_none());
+        for lengths in [&[64][..], &[40, 0, 24]] {
+            let memory = Memory::loggable(whole.memory().clone());
+            let list = cut(&whole, memory.clone(), lengths);
+            let later = list.to_report().expect("there may be a log");
+            assert_eq!(matches!(later.0, Place::Range { .. }), lengths.len() == 1, "it is copied");
+            let logs = [Rc::new(Bytes::default()), Rc::new(Bytes::default())];
+            list.wrote(1);
+            drop(list);
+            later.wrote();
+            for log in &logs {
+                memory.set_log(Some(Rc::<Bytes>::clone(log)));
+                later.wrote();
+            }
+            memory.set_log(None);
+            later.wrote();
+            assert_eq!(logs.map(|log| log.0.borrow().len()), [64, 64]);
         }
-        memory.set_log(None);
-        list.wrote(4);
-        assert_eq!(logs.map(|log| log.0.borrow().len()), [2, 2]);
     }
 
     #[test]

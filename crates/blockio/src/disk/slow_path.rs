@@ -255,13 +255,13 @@ impl<'a> Requests<'a> {
     }
 
     /// Transfers all of `buffers` on a disk of another kind, with retries unless they are in vain.
-    async fn with_retries<'b>(
+    async fn with_retries<F: Future<Output = Result<(), TransferError>>>(
         self,
         direction: Direction,
         offset: u64,
         buffers: Buffers,
         is_vain: impl Fn() -> bool,
-        transfer: impl Fn(Buffers) -> Request<'b, Result<(), TransferError>>,
+        transfer: impl Fn(Buffers) -> F,
     ) -> Result<(), TransferError> {
         if !self.disk.gate.may_retry(direction) {
             return transfer(buffers).await;
