@@ -2,16 +2,17 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read, pipe};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::wait_child;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -184,10 +185,13 @@ impl Finished {
     }
 }
 
-/// A running command. Dropping it kills it and, if the test fails, shows its output.
+/// A running command. Dropping it kills it and, if the test fails, shows its output. The test fails
+/// if a thread of a daemon was denied a system call.
 pub struct Running {
     child: Child,
     lines: Receiver<String>,
+    /// Dropped when the command has ended, although its successor may have the same standard error.
+    end: Option<PipeWriter>,
     stderr: String,
     stdout: Option<JoinHandle<String>>,
 }
@@ -206,19 +210,16 @@ impl Running {
             .with_context(|| format!("starting {:?}", command.get_program()))?;
         let (sender, lines) = channel();
         let stderr = child.stderr.take().context("the command has no stderr")?;
-        std::thread::spawn(move || {
-            // Sending fails only after the test has dropped the receiver.
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                let _ = sender.send(line);
-            }
-        });
+        let (at_end, end) = pipe().context("making a pipe")?;
+        std::thread::spawn(move || read_lines(stderr, &at_end, sender));
         let mut stdout = child.stdout.take().context("the command has no stdout")?;
         let stdout = std::thread::spawn(move || {
             let mut text = String::new();
             let _ = stdout.read_to_string(&mut text);
             text
         });
-        Ok(Self { child, lines, stderr: String::new(), stdout: Some(stdout) })
+        let (end, stderr, stdout) = (Some(end), String::new(), Some(stdout));
+        Ok(Self { child, lines, end, stderr, stdout })
     }
 
     /// Starts a daemon and waits until a front-end can connect.
@@ -312,6 +313,32 @@ impl Running {
     }
 }
 
+/// Sends each line of `from`. When `end` hangs up, it has sent all lines that were written by then,
+/// and ignores the following ones.
+fn read_lines(from: ChildStderr, end: &PipeReader, to: Sender<String>) {
+    let mut from = BufReader::new(from);
+    loop {
+        // Lines in the buffer are not in the pipe.
+        if from.buffer().is_empty() {
+            let stderr = from.get_ref();
+            let mut waits = [PollFd::new(stderr, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
+            match poll(&mut waits, None) {
+                Ok(_) if waits[0].revents().is_empty() => break,
+                Ok(_) => {}
+                Err(_) => continue,
+            }
+        }
+        let mut line = String::new();
+        if !from.read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
+            return;
+        }
+        // Sending fails only after the test has dropped the receiver.
+        let _ = to.send(line.trim_end_matches('\n').to_owned());
+    }
+    drop(to);
+    let _ = io::copy(&mut from, &mut io::sink());
+}
+
 /// Checks that the tables of system calls in the sandbox list all calls that the daemon has made.
 ///
 /// # Errors
@@ -322,16 +349,28 @@ pub(crate) fn check_calls(log: &str) -> Result<()> {
     Ok(())
 }
 
+/// Does the same when a test drops a daemon, unless the test fails already.
+///
+/// # Panics
+/// If its log reports another.
+pub(crate) fn assert_calls(log: &str) {
+    if !std::thread::panicking() {
+        check_calls(log).expect("the sandbox of a daemon lists all of its system calls");
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         // Both fail only for a command that was already waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        self.stderr.extend(self.lines.try_iter().map(|line| line + "\n"));
+        drop(self.end.take());
+        self.stderr.extend(self.lines.iter().map(|line| line + "\n"));
         if !self.stderr.is_empty() {
             // The test harness shows this only if the test fails.
             eprintln!("--- standard error of a command that was ended ---\n{}", self.stderr);
         }
+        assert_calls(&self.stderr);
     }
 }
 

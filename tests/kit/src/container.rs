@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::{retry, wait_child};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::cli::{Finished, LIMIT, run};
+use crate::cli::{Finished, LIMIT, assert_calls, run};
 use crate::system::{can_change_system, is_installed};
 
 /// The packages of the root besides the essential ones.
@@ -28,7 +28,8 @@ const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 /// Folders that systemd-nspawn leaves in hierarchies of cgroups.
 const CGROUPS: [&str; 2] = ["payload", "supervisor"];
 
-/// A running container. Its changes of the root are lost. Dropping it powers it off.
+/// A running container. Its changes of the root are lost. Dropping it powers it off. The test fails
+/// if a thread of a daemon in it was denied a system call.
 pub struct Container {
     nspawn: Child,
     leader: String,
@@ -127,6 +128,7 @@ impl Container {
 
 impl Drop for Container {
     fn drop(&mut self) {
+        let journal = self.run("journalctl --sync; journalctl --output=cat");
         let power_off = Command::new("kill").args(["-s", POWER_OFF, &self.leader]).output();
         let power_off = power_off.map(|output| output.status);
         let ended = power_off.is_ok_and(|status| status.success())
@@ -141,6 +143,8 @@ impl Drop for Container {
         own_cgroups().iter().for_each(|folder| {
             CGROUPS.into_iter().for_each(|name| remove_cgroup(&folder.join(name)));
         });
+        // A container that did not come up has no journal, and its test fails for that reason.
+        assert_calls(&journal.map(|journal| journal.stdout).unwrap_or_default());
     }
 }
 

@@ -16,7 +16,7 @@ use ringhaul_tools::process::wait_child;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::cli::{READY, allow_test_folders, check_calls, ringhaul_under};
+use crate::cli::{READY, allow_test_folders, assert_calls, check_calls, ringhaul_under};
 use crate::server::{Cache, Engine};
 use crate::system::thread_id;
 
@@ -147,7 +147,7 @@ pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
 }
 
 /// A running daemon. Dropping it kills it, removes its socket and its disk and, if the test fails,
-/// shows its messages.
+/// shows its messages. The test fails if a thread was denied a system call.
 pub struct Daemon {
     child: Child,
     pid: Pid,
@@ -415,6 +415,7 @@ impl Drop for Daemon {
         }
         // The test harness shows this only if the test fails.
         eprintln!("--- messages of the daemon ---\n{}", self.messages());
+        assert_calls(&self.messages());
     }
 }
 

@@ -20,6 +20,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
+use crate::cli::assert_calls;
+
 pub use successor::Successor;
 
 /// The variable with the program name of the server to test.
@@ -159,7 +161,7 @@ impl Export {
 }
 
 /// A running server. Dropping it kills it, removes its socket and, if the test is failing, shows
-/// its messages.
+/// its messages. The test fails if a thread was denied a system call.
 pub struct Server {
     program: Program,
     child: Child,
@@ -317,6 +319,7 @@ impl Drop for Server {
             }
             _ => {}
         }
+        assert_calls(&self.messages());
     }
 }
 

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_tools::process::wait_child;
 
 use super::{START_LIMIT, Server, bound_to_test, ringhaul_binary};
+use crate::cli::check_calls;
 
 /// The message of a process that has taken over.
 const STOOD_STILL: &str = "queues stood still for ";
@@ -37,11 +38,11 @@ impl Successor {
     /// Kills the process in any state.
     ///
     /// # Errors
-    /// If it cannot be waited for.
+    /// If it cannot be waited for, or a thread was denied a system call.
     pub fn kill(mut self) -> Result<()> {
         self.child.kill().context("killing the new process")?;
         self.child.wait().context("waiting for the new process")?;
-        Ok(())
+        check_calls(&self.messages())
     }
 }
 
@@ -107,6 +108,7 @@ impl Server {
     /// Waits until `successor` serves or has ended, and replaces the server with it. Returns true
     /// if it serves.
     fn await_successor(&mut self, successor: Successor) -> Result<bool> {
+        check_calls(&self.messages())?;
         let Successor { child, log } = successor;
         (self.child, self.log) = (child, log);
         let deadline = Instant::now() + START_LIMIT;
