@@ -388,6 +388,18 @@ mod tests {
     }
 
     #[test]
+    fn each_feature_of_disks_has_a_check() {
+        let manifest: toml::Table = include_str!("../../crates/disks/Cargo.toml").parse().unwrap();
+        let features = manifest["features"].as_table().unwrap().keys().map(String::as_str);
+        let features: BTreeSet<&str> = features.filter(|feature| *feature != "default").collect();
+        let words = selected(true).map(|step| step.words);
+        let words = words.filter(|words| words.starts_with("clippy --package disks "));
+        let checked =
+            words.filter_map(|words| words.split_once("--features ")?.1.split(' ').next());
+        assert_eq!(checked.collect::<BTreeSet<_>>(), features);
+    }
+
+    #[test]
     fn every_step_has_time_for_its_tests_and_an_end() {
         for Step { name, minutes, .. } in selected(true).chain(QUICK) {
             assert!((TEST_MINUTES + 1..=240).contains(minutes), "{name}");

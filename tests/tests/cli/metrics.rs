@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
+use ringhaul_kit::page::{Page, Shell, replaced};
 use ringhaul_kit::prometheus::get;
 use ringhaul_tools::process::retry;
 use rustix::process::Signal;
@@ -102,6 +103,34 @@ fn the_pages_are_served_over_tcp() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// The commands of docs/guide/monitoring.md, in one shell from the daemon's start on.
+#[test]
+fn the_commands_of_the_page_find_the_daemon() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("vm1.img", DISK_BYTES)?;
+    // The port is free again when the listener is dropped.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port().to_string();
+    let (page, shell) = (Page::read("guide/monitoring.md")?, Shell::new(&folders.path(""))?);
+    let mut commands = Vec::new();
+    for words in ["--metrics", "ctl top", "ctl doctor"] {
+        let block = page.block("console", words)?.replace("\\\n", "");
+        commands
+            .extend(block.lines().filter_map(|line| line.strip_prefix("$ ")).map(str::to_owned));
+    }
+    let [variable, serve, queries @ ..] = &commands[..] else { anyhow::bail!("{commands:?}") };
+    let mut daemon = shell.serve(&replaced(serve, &[("9750", &port)])?)?;
+    for query in queries {
+        let query = query.replace("9750", &port);
+        let seen = shell.try_run(&format!("{variable}; {query}"))?;
+        // Status 1 of `doctor` is a finding, such as a kernel without a part of the sandbox.
+        let is_doctor = query.contains("ctl doctor");
+        let is_done = seen.status.success() || is_doctor && seen.status.code() == Some(1);
+        ensure!(is_done && (is_doctor || seen.stdout.contains("vm1")), "{query}: {seen:?}");
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
 }
 
 #[test]

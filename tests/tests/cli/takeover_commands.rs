@@ -95,7 +95,7 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     let add = json!({ "endpoint": { "path": more }, "device": { "blk": { "file": disk } } });
     let set = json!({ "poll-max-us": 7 });
     let client = || Client::new(&folders);
-    let mut callers = [(client()?, "export.add", &add), (client()?, "set", &set)];
+    let mut callers = vec![(client()?, "export.add", &add), (client()?, "set", &set)];
     let mut other = client()?;
 
     let cancelled = begin_paused_takeover(&folders)?;
@@ -112,6 +112,12 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
         ensure!(done["error"].is_null(), "{method}: {done}");
     }
 
+    // A process that hands over accepts no new clients.
+    for _ in 0..6 {
+        let mut one_more = client()?;
+        one_more.call("ping", &json!({}))?;
+        callers.push((one_more, "set", &set));
+    }
     // A setting before the pause is handed over, and a later one is refused.
     let mut successor = Client::new(&folders)?;
     let described = successor.begin()?;
@@ -121,22 +127,39 @@ fn commands_wait_for_the_end_of_a_takeover() -> Result<()> {
     let changes = &paused["result"]["says"]["changes"];
     ensure!(changes["poll-max-us"] == 7 && changes["poll-budget"] == 3, "{paused}");
     for (client, method, params) in &mut callers {
+        client.send("ping", &json!({}))?;
         client.send(method, params)?;
     }
+    for (client, ..) in &mut callers {
+        client.answer()?;
+    }
     successor.call("takeover.take", &json!({}))?;
+    let mut answers = 0;
     for (client, method, _) in &mut callers {
         // The reason depends on the moment at which the old process reads the request. A request
         // that was not read before the end gets a closed connection.
-        let Ok(refused) = client.answer() else { continue };
+        let refused = match client.answer() {
+            Err(error) if is_closed(&error) => continue,
+            answer => answer?,
+        };
+        answers += 1;
         let reason = error_message(&refused)?;
         ensure!(
             reason.contains("has taken over the exports") || reason.contains("is ending"),
             "{method}: {refused}"
         );
     }
+    // The first clients had time for their request while the last ones got the answer to `ping`.
+    ensure!(answers > 0, "no command that waited has an answer");
     daemon.wait_for("has taken over")?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// Returns true if the daemon has closed the connection.
+fn is_closed(error: &anyhow::Error) -> bool {
+    let cause = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+    cause == Some(std::io::ErrorKind::ConnectionReset) || error.to_string().contains("has hung up")
 }
 
 /// The new process has the settings that changed while it opened the exports.

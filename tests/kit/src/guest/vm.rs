@@ -368,10 +368,24 @@ impl Vm {
     }
 }
 
-/// Makes the folder of a machine's sockets.
+/// The start of the names of machines' folders, before the process that has made the folder.
+const FOLDER_PREFIX: &str = "ringhaul-guest-";
+
+/// Makes the folder of a machine's sockets. Removes the folders of tests that were killed.
 fn make_folder() -> Result<TempDir> {
+    for entry in std::fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process =
+            name.to_str().and_then(|name| name.strip_prefix(FOLDER_PREFIX)?.split_once('-'));
+        let process = process.map(|(process, _)| Path::new("/proc").join(process));
+        if process.is_some_and(|process| !process.exists()) {
+            // A test beside this one may remove it, too.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+    let prefix = format!("{FOLDER_PREFIX}{}-", std::process::id());
     let mut builder = tempfile::Builder::new();
-    builder.prefix("ringhaul-guest-").tempdir().context("making a folder for a guest's sockets")
+    builder.prefix(&prefix).tempdir().context("making a folder for a guest's sockets")
 }
 
 fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
@@ -386,6 +400,22 @@ fn listen(folder: &TempDir, name: &str) -> Result<UnixListener> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_folder_of_a_killed_test_is_removed() {
+        // It ends with this test.
+        let mut killed = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let prefix = format!("{FOLDER_PREFIX}{}-", killed.id());
+        let folder = tempfile::Builder::new().prefix(&prefix).tempdir().unwrap();
+        std::fs::write(folder.path().join("agent"), "").unwrap();
+        let own = make_folder().unwrap();
+        assert!(folder.path().exists(), "its test still runs");
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+        make_folder().unwrap();
+        assert!(!folder.path().exists());
+        assert!(own.path().exists());
+    }
 
     /// Boots with a QEMU that only writes `message` to stderr and dies of `signal`. Returns the
     /// number of starts and the error.
