@@ -137,7 +137,30 @@ fn an_instance_does_not_reach_the_sockets_of_another() -> Result<()> {
         "nsenter --target {process} --mount -- setpriv --reuid ringhaul --regid kvm --init-groups"
     ))?;
     ensure!(inside.trim() == "vm1", "the first instance reaches {inside:?}");
-    Ok(())
+    a_network_disk_reaches_the_list_of_name_servers(&host)
+}
+
+/// `/etc/resolv.conf` may be a link to a folder below `/run`, which instances do not see otherwise.
+fn a_network_disk_reaches_the_list_of_name_servers(host: &Host) -> Result<()> {
+    let folders = ["NetworkManager", "resolvconf", "nscd"];
+    let seen = || {
+        host.run("systemctl restart ringhaul@vm1")?;
+        let process = host.process()?;
+        host.run(&format!("nsenter --target {process} --mount -- ls /run"))
+    };
+    host.run(&format!("cd /run; mkdir -p {}", folders.join(" ")))?;
+    let before = seen()?;
+    ensure!(!folders.into_iter().any(|name| before.contains(name)), "an instance sees {before}");
+    host.run(
+        "install -D -m 644 /mnt/systemd/network-disks.conf \
+            -t /etc/systemd/system/ringhaul@.service.d/
+        systemctl daemon-reload; systemctl reset-failed",
+    )?;
+    let after = seen()?;
+    ensure!(folders.into_iter().all(|name| after.contains(name)), "an instance sees only {after}");
+    // A machine without these folders starts the service too.
+    host.run("systemctl stop ringhaul@vm1; cd /run; rmdir NetworkManager resolvconf nscd")?;
+    host.run("systemctl start ringhaul@vm1").map(drop)
 }
 
 #[test]

@@ -43,7 +43,7 @@ pub(crate) struct Rules {
 
 /// Files of the system that network disks need: the names of machines, certificates, libraries of
 /// name services.
-const NETWORK_FILES: [&str; 14] = [
+const NETWORK_FILES: [&str; 16] = [
     "/etc/hosts",
     "/etc/resolv.conf",
     "/etc/nsswitch.conf",
@@ -57,6 +57,8 @@ const NETWORK_FILES: [&str; 14] = [
     "/usr/local/share/ca-certificates",
     "/usr/lib",
     "/usr/lib64",
+    "/run/NetworkManager",
+    "/run/resolvconf",
     "/run/systemd/resolve",
 ];
 
