@@ -21,7 +21,8 @@ Examples:
       --export name=vm2,socket-path=/run/vm2.sock,blk-file=/dev/vg/vm2
 
 Status: 0, stopped by a signal, or the last front-end of --fd has left; 2, it could not start; 3, \
-a second signal ended it before all requests were answered; 4, an IoThread failed.";
+a second signal ended it before all requests were answered; 4, an IoThread failed; 5, with \
+--sandbox strict, a thread made a system call that it does not need.";
 
 pub(crate) const CHECK: &str = "\
 Examples:

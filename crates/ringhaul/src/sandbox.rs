@@ -37,7 +37,8 @@ pub enum SandboxMode {
     Log,
     /// None.
     Off,
-    /// Like `on`, but the daemon does not start if the kernel lacks a part.
+    /// Like `on`, but the daemon does not start if the kernel lacks a part, and ends with status 5
+    /// at a system call that a thread does not need.
     Strict,
 }
 
