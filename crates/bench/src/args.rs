@@ -13,8 +13,7 @@ use crate::engine_args::EngineArgs;
 use crate::error::BenchError;
 use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
-use crate::quantities::CpuList;
-use crate::scsi::lun::{LunAddress, LunChoice};
+use crate::quantities::{CpuList, LunAddress, LunChoice};
 
 /// The options of `ringhaul bench`.
 ///

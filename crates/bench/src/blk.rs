@@ -5,10 +5,9 @@
 
 use std::io;
 
-use crate::memory::SharedMemory;
+use crate::memory::{RequestLayout, SharedMemory};
 use crate::pattern::{Io, Op};
 use crate::plan::{DeviceInfo, TargetKind, UnitInfo};
-use crate::requests::RequestLayout;
 use crate::vhost_user::Connection;
 
 const SIZE_MAX: u64 = 1 << 1;

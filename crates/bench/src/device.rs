@@ -14,10 +14,12 @@ use crate::blk;
 use crate::driver::{Eventfds, Layout, Virtqueue};
 use crate::memory::SharedMemory;
 use crate::plan::{DeviceInfo, QueueShape, UnitInfo};
+use crate::probe;
+use crate::quantities::LunChoice;
 use crate::requests::RequestKind;
 use crate::ring::DriverRing;
 use crate::scsi;
-use crate::scsi::lun::{LunChoice, Unit};
+use crate::scsi::lun::Unit;
 use crate::vhost_user::{Connection, Options, feature};
 
 /// A connected device without queues.
@@ -59,9 +61,9 @@ impl Device {
         if self.info.max_queues == 0 {
             return Err(io::Error::other("it has no request queue; is it a SCSI device?"));
         }
-        let mut queues = self.start_queues(&scsi::probe::SHAPE)?;
+        let mut queues = self.start_queues(&probe::SHAPE)?;
         let units = match queues.first_mut() {
-            Some(queue) => scsi::probe::find_units(queue, choice)?,
+            Some(queue) => probe::find_units(queue, choice)?,
             None => Vec::new(),
         };
         let rings = self.requests.first_queue() + queues.len();
@@ -75,7 +77,7 @@ impl Device {
     pub(crate) fn start(&self, shape: &QueueShape) -> io::Result<Vec<Virtqueue>> {
         let mut queues = self.start_queues(shape)?;
         if let (RequestKind::Scsi(units), Some(queue)) = (&self.requests, queues.first_mut()) {
-            scsi::probe::make_ready(queue, units)?;
+            probe::make_ready(queue, units)?;
         }
         Ok(queues)
     }

@@ -13,6 +13,7 @@ use ringhaul_options::{EngineChoice, parse_duration};
 use crate::args::{BenchArgs, OutputFormat};
 use crate::error::BenchError;
 use crate::pattern::{BlockSplit, Rw};
+use crate::run::run_on;
 
 /// The workload for a disk.
 #[derive(Clone, Debug, clap::Args)]
@@ -94,7 +95,7 @@ impl DiskBenchArgs {
         if self.json {
             args.output_format = OutputFormat::Json;
         }
-        crate::run_on(&args, Some(disk))
+        run_on(&args, Some(disk))
     }
 }
 

@@ -15,10 +15,10 @@ use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
 use crate::job::{Completed, Queue};
-use crate::memory::SharedMemory;
+use crate::memory::{RequestLayout, SharedMemory};
 use crate::pattern::{Io, Op};
 use crate::plan::QueueShape;
-use crate::requests::{RequestKind, RequestLayout};
+use crate::requests::RequestKind;
 use crate::ring::DriverRing;
 use crate::vhost_user::Connection;
 

@@ -17,6 +17,19 @@ use virtqueue::driver::DriverMemory;
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ByteValued, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
+/// The form of a request in memory. The device reads the header and writes the response.
+#[derive(Clone, Copy)]
+pub(crate) struct RequestLayout {
+    /// Bytes between the headers of adjacent slots.
+    pub(crate) stride: usize,
+    pub(crate) header_bytes: u32,
+    /// Offset from the header's start.
+    pub(crate) response_at: usize,
+    pub(crate) response_bytes: u32,
+    /// True if data written by the device follows the response, false if it precedes it.
+    pub(crate) data_in_last: bool,
+}
+
 /// A region, mapped by this process and by the server. Offsets count from its start.
 pub(crate) struct SharedMemory {
     file: Arc<File>,

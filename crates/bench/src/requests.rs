@@ -1,27 +1,14 @@
-//! The requests of each kind of device in shared memory: their form, and their responses.
+//! The requests of each kind of device in shared memory, and their responses.
 
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 
 use crate::blk;
-use crate::memory::SharedMemory;
+use crate::memory::{RequestLayout, SharedMemory};
 use crate::pattern::Io;
 use crate::scsi;
 use crate::scsi::lun::Unit;
-
-/// The form of a request in memory. The device reads the header and writes the response.
-#[derive(Clone, Copy)]
-pub(crate) struct RequestLayout {
-    /// Bytes between the headers of adjacent slots.
-    pub(crate) stride: usize,
-    pub(crate) header_bytes: u32,
-    /// Offset from the header's start.
-    pub(crate) response_at: usize,
-    pub(crate) response_bytes: u32,
-    /// True if data written by the device follows the response, false if it precedes it.
-    pub(crate) data_in_last: bool,
-}
 
 /// The requests of one kind of device.
 #[derive(Clone)]

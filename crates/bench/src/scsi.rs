@@ -5,7 +5,6 @@
 
 pub(crate) mod command;
 pub(crate) mod lun;
-pub(crate) mod probe;
 pub(crate) mod request;
 pub(crate) mod sense;
 

@@ -2,7 +2,6 @@
 
 mod args;
 mod calls;
-mod completion;
 mod connection;
 mod doctor;
 mod files;

@@ -1,105 +1,15 @@
-//! Logical units and their addresses.
+//! Logical units: their list, capacity and commands.
 
 #![forbid(unsafe_code)]
-
-use std::fmt;
 
 use iomem::fits;
 
 use super::command::{Cdb, read_write, synchronize_cache};
 use crate::pattern::{Io, Op};
+use crate::quantities::LunAddress;
 
 /// The `lun` field of the REPORT LUNS well-known logical unit.
 pub(crate) const WELL_KNOWN: [u8; 8] = [0xc1, 0x01, 0, 0, 0, 0, 0, 0];
-
-/// Flat space addressing in the first byte of a single-level LUN, for numbers up to 16383.
-const FLAT_SPACE: u8 = 0x40;
-const ADDRESSING: u8 = 0xc0;
-/// The largest LUN of flat space addressing.
-const LUN_MAX: u16 = 0x3fff;
-
-/// A logical unit by its target and its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LunAddress {
-    target: u8,
-    lun: u16,
-}
-
-impl LunAddress {
-    /// The only unit of many devices.
-    pub(crate) const FIRST: Self = Self::lun0(0);
-
-    /// The unit that every target answers for, even if it does not exist.
-    pub(crate) const fn lun0(target: u8) -> Self {
-        Self { target, lun: 0 }
-    }
-
-    fn parse(text: &str) -> Result<Self, String> {
-        let (target, lun) = text.split_once(':').unwrap_or(("0", text));
-        let bad = || {
-            format!(
-                "'{text}' is not a logical unit: use TARGET:LUN or LUN, with targets up to 255 and \
-                 LUNs up to {LUN_MAX}, or all"
-            )
-        };
-        let target = target.parse().map_err(|_| bad())?;
-        let lun = lun.parse().ok().filter(|lun| *lun <= LUN_MAX).ok_or_else(bad)?;
-        Ok(Self { target, lun })
-    }
-
-    /// The `lun` field of a request (section 5.6.6.1).
-    #[inline]
-    pub(crate) fn field(&self) -> [u8; 8] {
-        let [high, low] = self.lun.to_be_bytes();
-        [1, self.target, FLAT_SPACE | high, low, 0, 0, 0, 0]
-    }
-
-    /// Reads an entry of the list that REPORT LUNS of a target returns: a single-level LUN, or the
-    /// field of a request, which the well-known unit may use. `None` for any other form, such as
-    /// well-known units.
-    pub(crate) fn from_entry(of_target: u8, entry: [u8; 8]) -> Option<Self> {
-        let (target, high, low, rest) = match entry {
-            [1, target, high, low, a, b, c, d] => (target, high, low, [a, b, c, d, 0, 0]),
-            [high, low, rest @ ..] => (of_target, high, low, rest),
-        };
-        let lun = match high & ADDRESSING {
-            0 if high == 0 => u16::from(low),
-            FLAT_SPACE => u16::from_be_bytes([high & !ADDRESSING, low]),
-            _ => return None,
-        };
-        (rest == [0; 6]).then_some(Self { target, lun })
-    }
-}
-
-impl fmt::Display for LunAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.target, self.lun)
-    }
-}
-
-/// Values of `--lun`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LunChoice {
-    /// A single unit.
-    One(LunAddress),
-    /// All disks that the device reports.
-    All,
-}
-
-impl LunChoice {
-    pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        if text == "all" { Ok(Self::All) } else { LunAddress::parse(text).map(Self::One) }
-    }
-}
-
-impl fmt::Display for LunChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::One(address) => address.fmt(f),
-            Self::All => f.write_str("all"),
-        }
-    }
-}
 
 /// A disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,29 +73,6 @@ pub(crate) fn reported_luns(target: u8, data: &[u8]) -> Vec<LunAddress> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn units_are_given_by_target_and_lun() {
-        for (text, target, lun) in [("0", 0, 0), ("5", 0, 5), ("3:16383", 3, 16383)] {
-            let address = LunAddress { target, lun };
-            assert_eq!(LunChoice::parse(text), Ok(LunChoice::One(address)), "{text}");
-        }
-        assert_eq!(LunChoice::parse("all"), Ok(LunChoice::All));
-        for text in ["", ":", "256:0", "0:16384", "-1", "1:2:3", "ALL", "1.0", "+ 1"] {
-            let message = LunChoice::parse(text).unwrap_err();
-            assert!(message.contains("TARGET:LUN"), "{message}");
-        }
-        assert_eq!(LunChoice::parse("7").unwrap().to_string(), "0:7");
-        assert_eq!(LunChoice::All.to_string(), "all");
-    }
-
-    #[test]
-    fn an_address_is_a_single_level_lun() {
-        let address = LunAddress { target: 2, lun: 0x1234 };
-        assert_eq!(address.field(), [1, 2, 0x52, 0x34, 0, 0, 0, 0]);
-        assert_eq!(LunAddress::FIRST.field(), [1, 0, 0x40, 0, 0, 0, 0, 0]);
-        assert_eq!(LunAddress::from_entry(9, address.field()), Some(address));
-    }
 
     #[test]
     fn a_list_of_luns_is_read_in_both_ways_of_addressing() {

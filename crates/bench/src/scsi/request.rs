@@ -6,8 +6,7 @@ use std::fmt;
 
 use super::command::Cdb;
 use super::sense::Sense;
-use crate::memory::SharedMemory;
-use crate::requests::RequestLayout;
+use crate::memory::{RequestLayout, SharedMemory};
 
 /// The defaults of the configuration fields `sense_size` and `cdb_size`.
 pub(crate) const SENSE_BYTES: usize = 96;

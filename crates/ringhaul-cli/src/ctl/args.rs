@@ -7,7 +7,7 @@ use clap_complete::ArgValueCandidates;
 use ringhaul::options::ExportArgs;
 use ringhaul::options::sandbox::SandboxMode;
 
-use super::completion::export_names;
+use super::connection::export_names;
 use super::doctor::DoctorArgs;
 use super::top::TopArgs;
 use crate::examples;

@@ -1,6 +1,5 @@
 //! `ringhaul ctl doctor`: faults of exports and host, and causes of slow requests.
 
-mod bundle;
 mod disk;
 mod facts;
 mod finding;
@@ -8,18 +7,22 @@ mod front_end;
 mod host;
 mod system;
 
-use std::path::PathBuf;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap_complete::ArgValueCandidates;
-use serde_json::json;
+use ringhaul::process::FEATURES;
+use ringhaul::spec::process::LogLines;
+use serde_json::{Value, json};
 
-use super::completion::export_names;
-use super::connection::Connection;
+use super::connection::{Connection, export_names};
 use super::show::{Form, print};
-use facts::Facts;
+use facts::{Facts, ask};
 use finding::Finding;
 
 /// There is a finding that needs action.
@@ -63,10 +66,45 @@ pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Res
         }
     }
     if let Some(path) = &args.bundle {
-        bundle::write(path, daemon, &facts, &findings)?;
+        write_bundle(path, daemon, &facts, &findings)?;
     }
     let is_found = findings.iter().any(Finding::needs_action);
     Ok(if is_found { ExitCode::from(EXIT_FOUND) } else { ExitCode::SUCCESS })
+}
+
+/// Writes a new file that only its owner may read: names of disks and guests are in it.
+///
+/// # Errors
+///
+/// When the file exists or cannot be written, or the daemon has gone.
+fn write_bundle(
+    path: &Path,
+    daemon: &mut Connection,
+    facts: &Facts,
+    findings: &[Finding],
+) -> Result<()> {
+    let log: LogLines = ask(daemon, "log", &json!({}))?;
+    let mut ask = |method| ask::<Value>(daemon, method, &json!({}));
+    let exports = facts.exports.iter().map(|export| serde_json::to_value(&export.details));
+    let bundle = json!({
+        "ctl": {
+            "version": env!("CARGO_PKG_VERSION"),
+            "commit": option_env!("RINGHAUL_COMMIT"),
+            "features": FEATURES,
+        },
+        "daemon": ask("ping")?,
+        "process": facts.process,
+        "settings": facts.settings,
+        "findings": findings,
+        "exports": exports.collect::<Result<Vec<_>, _>>().context("cannot write exports")?,
+        "stats": facts.first_stats,
+        "log": log.lines,
+    });
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    file.and_then(|mut file| writeln!(file, "{bundle:#}"))
+        .with_context(|| format!("cannot write {}; give the path of a new file", path.display()))?;
+    eprintln!("ringhaul: wrote {}; read it before you send it", path.display());
+    Ok(())
 }
 
 /// All findings, the most harmful first.

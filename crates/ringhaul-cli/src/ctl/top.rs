@@ -18,8 +18,7 @@ use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwins
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::completion::export_names;
-use super::connection::Connection;
+use super::connection::{Connection, export_names};
 use super::show::print;
 use figures::{ExportFigures, Figures};
 pub(crate) use screen::SortKey;

@@ -7,12 +7,13 @@ use std::io;
 use std::thread;
 use std::time::Duration;
 
-use super::command::{self, Cdb};
-use super::lun::{LunAddress, LunChoice, Unit, WELL_KNOWN, reported_luns};
-use super::request::{self, Response};
-use super::sense::Sense;
 use crate::driver::Virtqueue;
 use crate::plan::QueueShape;
+use crate::quantities::{LunAddress, LunChoice};
+use crate::scsi::command::{self, Cdb};
+use crate::scsi::lun::{Unit, WELL_KNOWN, reported_luns};
+use crate::scsi::request::{self, Response};
+use crate::scsi::sense::Sense;
 
 /// The shape of the queue for [`find_units`].
 pub(crate) const SHAPE: QueueShape = QueueShape {
