@@ -67,7 +67,7 @@ pub mod protocol_feature {
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
     pub(crate) const GET_VRING_BASE_INFLIGHT: u64 = 1 << 20;
-    pub(crate) const GET_VRING_BASE_SKIP_DRAIN: u64 = 1 << 23;
+    pub const GET_VRING_BASE_SKIP_DRAIN: u64 = 1 << 23;
 }
 
 /// In flags of a header: the version, which is 1.

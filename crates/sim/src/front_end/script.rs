@@ -30,6 +30,11 @@ impl FrontEnd {
         self.plan.session == 1
     }
 
+    /// True if one message leaves waiting requests in the region, and GET_VRING_BASE leaves none.
+    fn can_skip_drain(&self) -> bool {
+        (self.plan.session + self.index as u64).is_multiple_of(2)
+    }
+
     pub(super) fn push(&mut self, request: Request, then: OnReply) {
         self.push_with(request, Vec::new(), then);
     }
@@ -54,7 +59,12 @@ impl FrontEnd {
         let offered = OnReply::Number(self.device.features() | F_PROTOCOL_FEATURES | F_LOG_ALL);
         self.push(Request::GetFeatures, offered);
         if self.has_protocol() {
-            let left_out = if self.has_reply_ack() { 0 } else { protocol_feature::REPLY_ACK };
+            let has = [
+                (protocol_feature::REPLY_ACK, self.has_reply_ack()),
+                (protocol_feature::GET_VRING_BASE_SKIP_DRAIN, self.can_skip_drain()),
+            ];
+            let left_out =
+                has.iter().filter(|(_, has)| !has).map(|(feature, _)| feature).sum::<u64>();
             self.push(Request::GetProtocolFeatures, OnReply::Number(PROTOCOL_FEATURES));
             let features = Request::SetProtocolFeatures(PROTOCOL_FEATURES & !left_out);
             self.push(features, OnReply::Nothing);
@@ -241,7 +251,12 @@ impl FrontEnd {
             // Like QEMU, which then asks for the entry at which the queue has stopped.
             self.push(disable, OnReply::Nothing);
         }
-        self.push(Request::GetVringBase { index }, OnReply::Base(queue));
+        let skips = self.has_protocol() && self.can_skip_drain() && self.rng.chance(500);
+        let request = match skips {
+            true => Request::GetVringBaseSkipDrain { index },
+            false => Request::GetVringBase { index },
+        };
+        self.push(request, OnReply::Base(queue));
     }
 
     /// Replaces an eventfd of a running queue.
