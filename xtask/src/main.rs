@@ -1,5 +1,6 @@
 //! Development tasks of the workspace; `cargo xtask` lists them. Measurements are in `lab/`.
 
+mod aarch64;
 mod checks;
 mod failures;
 mod fuzz;
@@ -45,6 +46,8 @@ enum Command {
     Crash(long_tests::CrashArgs),
     /// Run the models of shared state, in loom and shuttle
     Loom,
+    /// Run unit tests for aarch64 in QEMU's user mode
+    Aarch64,
 }
 
 fn main() -> ExitCode {
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Crash(args) => long_tests::crash(&args),
         Command::Loom => long_tests::models(),
+        Command::Aarch64 => aarch64::run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
