@@ -251,6 +251,7 @@ fn end(
         daemon.saved_state().into_iter().for_each(SavedState::end);
         daemon.forget_killed();
     }
+    service_manager::finish();
     let lost = virtqueue::lost_regions();
     if lost > 0 {
         tracing::warn!("front-ends truncated the files of {lost} memory regions in use");

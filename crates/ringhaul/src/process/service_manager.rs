@@ -1,13 +1,15 @@
 //! Notifications to a service manager, if one listens: see sd_notify(3).
 
+use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
+use std::sync::Condvar;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, start_thread};
 use ringhaul_options::redact::printable;
 use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
@@ -37,9 +39,30 @@ pub(crate) const STORED_PREFIX: &str = "rh-";
 /// The most descriptors that are stored with one message.
 const STORED_MAX: usize = 2;
 
-/// The time that a manager with a full queue has to take a descriptor, while the control thread
-/// waits.
-const STORE_PATIENCE: Duration = Duration::from_secs(1);
+/// The most messages about stored descriptors that wait for a manager with a full queue.
+const WAITING_MAX: usize = 1024;
+
+/// The time that such messages have to be sent when the process ends.
+const FINISH_MAX: Duration = Duration::from_secs(1);
+
+/// Messages about stored descriptors that wait for the manager, in their order. The control thread
+/// never waits for it.
+static WAITING: Lock<Waiting> = Lock::new(Waiting { messages: VecDeque::new(), is_sending: false });
+
+/// Notified when no message waits.
+static ALL_SENT: Condvar = Condvar::new();
+
+struct Waiting {
+    messages: VecDeque<Message>,
+    /// True while a thread sends messages.
+    is_sending: bool,
+}
+
+/// A text with descriptors.
+struct Message {
+    text: String,
+    fds: Vec<OwnedFd>,
+}
 
 /// True once the manager knows that the daemon is ready.
 static IS_READY: AtomicBool = AtomicBool::new(false);
@@ -160,15 +183,62 @@ pub(crate) fn stores_descriptors() -> bool {
 /// Has the manager store descriptors, which it passes to the next process under this name, until it
 /// is told to [forget] them. It does not look at them (`FDPOLL`).
 pub(crate) fn store(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let text = format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n");
-    let path = socket_path().ok_or(io::ErrorKind::NotFound)?;
-    send_with(&path, &text, STORE_PATIENCE, fds)
+    send_in_order(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n"), fds)
 }
 
 /// Asks the manager to forget all descriptors of this name.
 pub(crate) fn forget(name: &str) {
     let text = format!("FDSTOREREMOVE=1\nFDNAME={name}\n");
-    tell(&text, STORE_PATIENCE, "that a front-end has gone");
+    if let Err(error) = send_in_order(&text, &[]) {
+        log_once("that a front-end has gone", &error);
+    }
+}
+
+/// Waits until all messages about stored descriptors are sent, for one second at most.
+pub(crate) fn finish() {
+    drop(WAITING.wait_timeout_while(&ALL_SENT, FINISH_MAX, |waiting| waiting.is_sending));
+}
+
+/// Sends a message at once, or has a thread send it after those that wait.
+fn send_in_order(text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let path = socket_path().ok_or(io::ErrorKind::NotFound)?;
+    let mut waiting = WAITING.lock();
+    if !waiting.is_sending {
+        match send_with(&path, text, Duration::ZERO, fds) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            sent => return sent,
+        }
+    }
+    if waiting.messages.len() >= WAITING_MAX {
+        return Err(io::Error::other("too many messages wait for it"));
+    }
+    let fds = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<io::Result<_>>()?;
+    if !waiting.is_sending {
+        start_thread("ringhaul-store", move || send_waiting(&path))?;
+        waiting.is_sending = true;
+    }
+    waiting.messages.push_back(Message { text: text.to_owned(), fds });
+    Ok(())
+}
+
+/// Sends messages until none waits.
+fn send_waiting(path: &str) {
+    let next = || {
+        let mut waiting = WAITING.lock();
+        let next = waiting.messages.pop_front();
+        waiting.is_sending = next.is_some();
+        next
+    };
+    while let Some(Message { text, fds }) = next() {
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        if let Err(error) = send_with(path, &text, PATIENCE, &fds) {
+            tracing::warn!(
+                "the service manager at {path} has not taken a message about a front-end that is \
+                 to survive a kill of the daemon: {error}"
+            );
+        }
+    }
+    ALL_SENT.notify_all();
 }
 
 fn socket_path() -> Option<String> {
@@ -177,9 +247,14 @@ fn socket_path() -> Option<String> {
 
 fn tell(text: &str, patience: Duration, what: &str) {
     let Some(path) = socket_path() else { return };
-    if let Err(error) = send(&path, text, patience)
-        && !IS_LOGGED.swap(true, Ordering::Relaxed)
-    {
+    if let Err(error) = send(&path, text, patience) {
+        log_once(what, &error);
+    }
+}
+
+fn log_once(what: &str, error: &io::Error) {
+    if !IS_LOGGED.swap(true, Ordering::Relaxed) {
+        let path = socket_path().unwrap_or_default();
         tracing::warn!("cannot notify the service manager at {path} {what}: {error}");
     }
 }
@@ -212,8 +287,11 @@ fn send_with(path: &str, text: &str, patience: Duration, fds: &[BorrowedFd<'_>])
 
 #[cfg(test)]
 mod tests {
+    use std::io::IoSliceMut;
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::SocketAddr;
+
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
     use super::*;
 
@@ -258,6 +336,69 @@ mod tests {
             }
             waits.join().unwrap().unwrap();
         });
+    }
+
+    /// Messages with their descriptors, until the last one.
+    fn receive(manager: &UnixDatagram, last: &str) -> Vec<(String, usize)> {
+        let mut all = Vec::new();
+        loop {
+            let mut buffer = [0; 256];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(STORED_MAX))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let slices = &mut [IoSliceMut::new(&mut buffer)];
+            let got = recvmsg(manager, slices, &mut control, RecvFlags::empty()).unwrap();
+            let fds = control.drain().map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => fds.count(),
+                _ => 0,
+            });
+            let fds = fds.sum();
+            let text = String::from_utf8_lossy(&buffer[..got.bytes]).into_owned();
+            let is_last = text.contains(last);
+            all.push((text, fds));
+            if is_last {
+                return all;
+            }
+        }
+    }
+
+    /// The thread that stores descriptors is the one that reads in this test. Runs in a process of
+    /// its own, which reports to the socket of its environment.
+    #[test]
+    fn descriptors_are_stored_in_order_without_a_wait_for_the_manager() {
+        const CHILD: &str = "RINGHAUL_TEST_STORES";
+        let name = "process::service_manager::tests::\
+                    descriptors_are_stored_in_order_without_a_wait_for_the_manager";
+        let Some(path) = std::env::var_os(CHILD) else {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("notify");
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", name]).env(CHILD, &path).env(SOCKET, &path);
+            let output = child.output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            return;
+        };
+        let manager = UnixDatagram::bind(&path).unwrap();
+        let path = path.to_str().unwrap();
+        while send(path, "STATUS=x\n", Duration::ZERO).is_ok() {}
+        let ends = UnixDatagram::pair().unwrap();
+        store("rh-1", &[ends.0.as_fd(), ends.1.as_fd()]).unwrap();
+        forget("rh-1");
+        store("rh-2", &[ends.0.as_fd()]).unwrap();
+        let received = receive(&manager, "rh-2");
+        let stored = received.iter().filter(|(text, _)| text.contains("rh-"));
+        let stored: Vec<_> = stored.map(|(text, fds)| (text.as_str(), *fds)).collect();
+        let expected = [
+            ("FDSTORE=1\nFDNAME=rh-1\nFDPOLL=0\n", 2),
+            ("FDSTOREREMOVE=1\nFDNAME=rh-1\n", 0),
+            ("FDSTORE=1\nFDNAME=rh-2\nFDPOLL=0\n", 1),
+        ];
+        assert_eq!(stored, expected);
+        finish();
+        assert!(!WAITING.lock().is_sending);
+        // The next one is sent by this thread.
+        forget("rh-2");
+        assert!(!WAITING.lock().is_sending);
+        receive(&manager, "FDSTOREREMOVE=1\nFDNAME=rh-2");
     }
 
     /// Runs in a process of its own, which reports to the socket of its environment.

@@ -84,7 +84,11 @@ pub(super) const TABLES: &[Table] = &[
         calls: &[COMMON, MESSAGES, FILES],
         uses_disks: false,
     },
-    Table { threads: &["ringhaul-notify"], calls: &[COMMON, MESSAGES, SOCKETS], uses_disks: false },
+    Table {
+        threads: &["ringhaul-notify", "ringhaul-store"],
+        calls: &[COMMON, MESSAGES, SOCKETS],
+        uses_disks: false,
+    },
     Table {
         threads: &["ringhaul-call", "ringhaul-map", "ringhaul-unmap"],
         calls: &[COMMON, EVENTS, MEMORY, MESSAGES, NAMES],
@@ -438,6 +442,7 @@ mod tests {
             "ringhaul-size",
         ];
         let also = |more: &[&'static str]| open_disks.iter().chain(more).copied().collect();
+        let with_sockets = ["nbd-connect", "ringhaul-control", "ringhaul-notify", "ringhaul-store"];
         let only = |threads: &[&'static str]| threads.iter().copied().collect::<BTreeSet<_>>();
         let with_files = [
             "nbd-connect",
@@ -452,8 +457,8 @@ mod tests {
             (libc::SYS_openat, also(&with_files)),
             (libc::SYS_unlinkat, also(&with_files)),
             (libc::SYS_renameat, also(&with_files)),
-            (libc::SYS_socket, also(&["nbd-connect", "ringhaul-control", "ringhaul-notify"])),
-            (libc::SYS_connect, also(&["nbd-connect", "ringhaul-control", "ringhaul-notify"])),
+            (libc::SYS_socket, also(&with_sockets)),
+            (libc::SYS_connect, also(&with_sockets)),
             (libc::SYS_io_uring_setup, only(&["iothread-", "qcow2", "ringhaul-rings"])),
             (libc::SYS_clone, also(&["iothread-"])),
             (libc::SYS_memfd_create, also(&["iothread-", "ringhaul-control"])),

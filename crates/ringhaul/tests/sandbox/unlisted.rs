@@ -52,6 +52,7 @@ const THREADS: &[&str] = &[
     "ringhaul-signal",
     "ringhaul-size",
     "ringhaul-sizes",
+    "ringhaul-store",
     "ringhaul-unmap",
     "ringhaul-watch",
 ];
