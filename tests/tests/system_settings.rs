@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{READY, Running, TestFolders, bench, run, serve};
+use ringhaul_kit::cli::{LIMIT, READY, Running, TestFolders, bench, ringhaul, run, serve};
 use ringhaul_kit::system::{Setting, can_change_system, print_skipped};
+use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 
 const AIO_MAX: &str = "/proc/sys/fs/aio-max-nr";
@@ -93,6 +94,35 @@ fn without_aio_contexts() -> Result<()> {
         auto: &["engine io_uring: ", "fs.aio-max-nr"],
     }
     .check()
+}
+
+/// `ctl doctor` reports contexts of Linux AIO that other programs may lack.
+#[test]
+fn reserved_aio_contexts_are_a_finding() -> Result<()> {
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    if !can_change_system(AIO_MAX) {
+        return Ok(());
+    }
+    let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+    let (file, socket) = (folders.disk("disk.img", 16 << 20)?, folders.socket("disk.sock"));
+    let control = folders.socket("control");
+    let mut command = serve(&socket, &file)?;
+    let _daemon = Running::serve(command.args(["--engine", "aio", "--control"]).arg(&control))?;
+    // Other programs may give back theirs in the meantime.
+    retry(LIMIT, || {
+        let used: u64 = fs::read_to_string("/proc/sys/fs/aio-nr")?.trim().parse()?;
+        let limit = Setting::change(AIO_MAX, &used.to_string())?;
+        let mut command = ringhaul()?;
+        command.args(["ctl", "--control"]).arg(&control);
+        let done = run(command.args(["doctor", "--time", "0.1", "--json"]));
+        drop(limit);
+        let answer: serde_json::Value = serde_json::from_str(&done?.stdout)?;
+        let found = answer["findings"].as_array().context("no list")?;
+        let finding = found.iter().find(|finding| finding["finding"] == "aio-operations");
+        let finding = finding.with_context(|| format!("not found: {found:#?}"))?;
+        ensure!(finding["level"] == "warning", "{finding}");
+        Ok(())
+    })
 }
 
 #[test]

@@ -100,7 +100,7 @@ const CASES: &[Case] = &[
 ];
 
 /// Findings of more special conditions: a setting of the whole machine (`system_settings.rs`), and
-/// a killed daemon whose logical unit does not come back.
+/// a killed daemon whose logical unit does not come back (`doctor_missing_unit.rs`).
 const ELSEWHERE: [&str; 2] = ["aio-operations", "missing-unit"];
 
 #[test]

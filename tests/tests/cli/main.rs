@@ -16,6 +16,7 @@ mod disk_kinds;
 mod disks;
 mod doctor;
 mod doctor_findings;
+mod doctor_missing_unit;
 mod documented;
 mod format_warnings;
 mod held_writes;

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
     READY, Refusals, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
 };
+use ringhaul_kit::service_manager::ServiceManager;
 use rustix::net::{AddressFamily, SocketType};
 use rustix::process::Signal;
 use vhost::VhostBackend;
@@ -275,6 +276,27 @@ fn the_end_of_an_inherited_connection_is_seen() -> Result<()> {
     }
     run(&mut bench(&other, SOME_IO)?)?.expect_code(0)?;
     daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// The service manager could keep its descriptors, but nothing reopens the connection.
+#[test]
+fn an_inherited_connection_is_not_kept_over_a_kill() -> Result<()> {
+    let folders = test_folders()?;
+    let (_ours, theirs) = UnixStream::pair()?;
+    let mut command = serve_fd(&folders, theirs.into())?;
+    command.args(["--keep-connections", "on"]);
+    let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
+    let mut daemon = Running::start(&mut command)?;
+    daemon.wait_for(
+        "the front-end does not survive a kill of the daemon: its connection is that of --fd",
+    )?;
+    daemon.signal(Signal::TERM)?;
+    manager.wait_for("STOPPING=1\n").and_then(|messages| {
+        ensure!(!messages.iter().any(|text| text.contains("FDSTORE=1")), "{messages:?}");
+        Ok(())
+    })?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
