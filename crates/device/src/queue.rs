@@ -412,9 +412,8 @@ impl Queue {
         }
     }
 
-    /// Publishes remaining answers, and calls the driver if it wants a call.
+    /// Calls the driver if it wants a call for answers that were published.
     fn call_if_wanted(&self, ring: &mut Virtqueue, batching: &mut Batching) {
-        batching.answered(ring.publish_quietly());
         if !ring.needs_call() {
             self.reports.requests.calls_suppressed.add(1);
         } else if let Some(call) = &*self.eventfds.call.borrow() {

@@ -9,7 +9,10 @@ use super::Queue;
 impl Source for Queue {
     fn notify(&self) {
         self.flags.to_notify.set(false);
-        self.call_if_wanted(&mut self.ring.borrow_mut(), &mut self.batching.borrow_mut());
+        let ring = &mut *self.ring.borrow_mut();
+        let batching = &mut *self.batching.borrow_mut();
+        batching.answered(ring.publish_quietly());
+        self.call_if_wanted(ring, batching);
     }
 
     fn arm(&self, now: Instant) -> Armed {
