@@ -74,7 +74,7 @@ fn requests_for_a_unit_that_does_not_come_back_are_a_finding() -> Result<()> {
     let words = ["--name", "vm", "--socket-path", &path, "--device", "scsi", "--lun", "0,null=1M"];
     // One read begins at once, and the next one after minutes.
     let unit = ["--lun", "1,bps-total=1,null=1M"];
-    let (daemon, mut client) = serve(&folders, &[&words[..], &unit].concat())?;
+    let (mut daemon, mut client) = serve(&folders, &[&words[..], &unit].concat())?;
     let region = Arc::new(memfd(REGION_BYTES)?);
     let mut frontend = Frontend::connect(&socket, &setup())?;
     start(&mut frontend, &region)?;
