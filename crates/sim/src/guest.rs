@@ -231,12 +231,15 @@ impl Guest {
         queue.driver.move_to(self.driver_config(queue.ring));
     }
 
-    /// True if a device that takes the chain at `next` now has more chains to take by itself: it
-    /// was kicked for them, or has asked for no kick.
-    pub(crate) fn has_announced(&self, queue: usize, next: u16) -> bool {
+    /// The begin of the request at `next`, if a device that takes that chain now has to take it by
+    /// itself: it was kicked for the chain, or has asked for no kick.
+    pub(crate) fn announced(&self, queue: usize, next: u16) -> Option<u64> {
         let queue = &self.state.borrow().queues[queue];
         let end = queue.published_from.unwrap_or(queue.driver.end());
-        queue.driver.has_more(next, end)
+        let out = queue.outstanding.iter().flatten();
+        // Requests that stay out for a lap of a packed ring had the same place.
+        let begins = out.filter(|out| out.entry == next).map(|out| out.begin);
+        queue.driver.has_more(next, end).then(|| begins.max().unwrap_or(0))
     }
 
     /// The place of the next used element.

@@ -8,7 +8,8 @@ use crate::failure::Failure;
 /// An available chain that was not yet popped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WaitingChain {
-    next_avail: u16,
+    /// Its place, and the begin of its request: few places of a packed ring differ.
+    chain: (u16, u64),
     /// When the chain was first seen: rounds of the IoThread, its time, and the time for which ops
     /// have held it up.
     since: (u64, u64, u64),
@@ -59,14 +60,15 @@ impl Export {
                 continue;
             };
             // The queue may have been faster than the driver with its kick.
-            if !self.guest.has_announced(queue, next_avail) {
+            let Some(begin) = self.guest.announced(queue, next_avail) else {
                 *waiting = None;
                 continue;
-            }
-            let waits = waiting.filter(|w| w.next_avail == next_avail && !is_deaf);
+            };
+            let chain = (next_avail, begin);
+            let waits = waiting.filter(|w| w.chain == chain && !is_deaf);
             let since = (rounds, now, held_ns);
             let WaitingChain { since, .. } =
-                *waiting.insert(waits.unwrap_or(WaitingChain { next_avail, since }));
+                *waiting.insert(waits.unwrap_or(WaitingChain { chain, since }));
             let (waited, time, held) = (rounds - since.0, now - since.1, held_ns - since.2);
             let is_late = waited > u64::from(ROUNDS_UNTIL_SERVED) || held > held_ns_max;
             if is_late && time >= self.plan.check_delay_ns() {
