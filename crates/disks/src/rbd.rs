@@ -287,6 +287,10 @@ mod tests {
     const BYTES: usize = 64 << 10;
 
     fn source(fake: &FakeImage, read_only: bool) -> DiskSource {
+        source_of(fake, RbdSpec::default(), read_only)
+    }
+
+    fn source_of(fake: &FakeImage, image: RbdSpec, read_only: bool) -> DiskSource {
         let info = DiskInfo {
             size_bytes: BYTES as u64,
             logical_block_bytes: 512,
@@ -302,13 +306,35 @@ mod tests {
         };
         let shared = Arc::new(Shared::new(fake.open(), "image".to_owned(), BYTES as u64, 4096));
         let options = DiskOptions { read_only, ..DiskOptions::default() };
-        let (image, (end, _)) = (RbdSpec::default(), mpsc::channel());
+        let (end, _) = mpsc::channel();
         let source = RbdSource { shared, facts, image, options, info, _end: end };
         DiskSource::from_driver(info, Arc::new(source))
     }
 
     fn fake() -> FakeImage {
         FakeImage::new(&[0; BYTES])
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn only_an_image_that_is_written_to_gets_another_size_of_whole_blocks() {
+        let snapshot = RbdSpec { snapshot: Some("snapshot".to_owned()), ..RbdSpec::default() };
+        for (image, read_only, bytes, refused) in [
+            (RbdSpec::default(), false, 2 * BYTES as u64, None),
+            (RbdSpec::default(), false, 511, Some("block")),
+            (RbdSpec::default(), true, 2 * BYTES as u64, Some("it is open read-only")),
+            (snapshot, true, 2 * BYTES as u64, Some("a snapshot cannot be resized")),
+        ] {
+            let source = source_of(&fake(), image.clone(), read_only);
+            let checked = source.check_new_size(bytes).map_err(|error| error.to_string());
+            let is_as_expected = match (&checked, refused) {
+                (Err(error), Some(reason)) => error.contains(reason),
+                (checked, reason) => checked.is_ok() && reason.is_none(),
+            };
+            assert!(is_as_expected, "{checked:?} in place of {refused:?}");
+            assert_eq!(source.abilities().resize, image.snapshot.is_none());
+            assert_eq!(source.size_probe().is_some(), image.snapshot.is_none());
+        }
     }
 
     /// The errno of a flush.

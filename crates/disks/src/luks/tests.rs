@@ -161,6 +161,7 @@ fn a_header_with_forbidden_values_is_refused() {
         ("/keyslots/0/af/stripes", json!(0), "it has 0 stripes"),
         ("/keyslots/0/af/stripes", json!(1 << 30), "it has 1073741824 stripes"),
         ("/keyslots/0/area/offset", json!("4096"), "area of its key slot 0 begins at 4096"),
+        ("/keyslots/0/area/offset", json!("28672"), "area of its key slot 0 begins at 28672"),
         ("/keyslots/0/area/offset", json!(big), "and its header ends only at"),
         ("/keyslots/0/area/size", json!("1"), "its area has 1 bytes"),
         ("/keyslots/0/key_size", json!(48), "its keys have 48 bytes"),

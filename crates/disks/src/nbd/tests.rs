@@ -156,6 +156,25 @@ fn a_write_is_sent_again_after_a_connection_with_garbage() {
     assert!(at(Event::Request(1, READ)) < at(Event::Ended(0)), "{events:?}");
 }
 
+/// Its requests are for the server that comes next.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_request_to_a_server_that_shuts_down_is_sent_again() {
+    const SHUTDOWN: u32 = 108;
+    for command in [READ, WRITE] {
+        let server = Server::start(MIB, FLAGS);
+        server.change(|state| state.fails = Some((command, SHUTDOWN)));
+        let (thread, source) = (new_thread(), open(server.options()));
+        let disk = Rc::new(source.attach(thread.io()));
+        let request = Running::start_one(&thread, &disk, command);
+        while server.state().connections < 2 && request.0.get().is_none() {
+            wait_a_turn(&thread);
+        }
+        server.change(|state| state.fails = None);
+        assert_eq!(request.end(&thread), None, "{command}");
+    }
+}
+
 /// A long read goes directly into its memory.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

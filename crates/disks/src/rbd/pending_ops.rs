@@ -182,8 +182,11 @@ mod tests {
         let waiting = PendingOps::default();
         waiting.0.lock().ops.extend([op(now), None, op(old)]);
         assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));
-        waiting.0.lock().ops[2] = None;
+        let late = waiting.0.lock().ops[2].take();
         assert_eq!(waiting.away(), None);
-        waiting.0.lock().ops.clear();
+        // It is abandoned at once if the cluster is away.
+        waiting.0.lock().ops[2] = late;
+        waiting.abandon();
+        assert!(waiting.was_abandoned() && waiting.away().is_none());
     }
 }

@@ -368,11 +368,11 @@ mod tests {
         ];
         for (index, (make, beyond)) in requests.into_iter().enumerate() {
             for errno in [libc::EPERM, libc::EINVAL, libc::ESHUTDOWN] {
-                for size in [BYTES, 4096] {
+                for size in [BYTES, 8192 + 512, 4096] {
                     let scene = Scene::new();
                     scene.fake.resize(size);
                     scene.fake.fail_with(errno);
-                    let is_beyond = size < BYTES && errno == libc::EINVAL;
+                    let is_beyond = size < 8192 && errno == libc::EINVAL;
                     let expected = if is_beyond { beyond } else { Err(errno) };
                     assert_eq!(make(&scene), expected, "request {index}: {errno} with {size}");
                     scene.fake.fail_with(0);

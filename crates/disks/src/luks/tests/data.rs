@@ -89,7 +89,8 @@ fn discards_are_passed_on_only_if_allowed() {
         assert!(allowed || !is_gone, "a discard was passed on");
         assert_eq!(source.abilities().discard, allowed && below(&file).abilities().discard);
         assert_eq!(is_gone, source.abilities().discard);
-        // Zeroes are no hole, even if discards are allowed.
+        // Zeroes are data, and no hole, even if discards are allowed.
+        assert!(below(&file).abilities().zeroes && !source.abilities().zeroes);
         thread.block_on(disk.write_zeroes(0, 4096, true)).unwrap().unwrap();
         assert_ne!(std::fs::read(file.path()).unwrap()[at..at + 4096], [0; 4096]);
         let extent = thread.block_on(disk.block_status(0, 4096)).unwrap().unwrap();
@@ -139,6 +140,7 @@ fn sizes_are_whole_sectors() {
     file.as_file().set_len(MIB + 512).unwrap();
     let refused = crate::luks::open(below(&file), &options(false)).unwrap_err().to_string();
     assert!(refused.contains("extend the underlying disk by 3584 bytes"), "{refused}");
+    assert_eq!(source.covered_bytes().unwrap(), MIB - DATA_OFFSET);
     assert!(source.refresh().is_err() && source.info().size_bytes == MIB - DATA_OFFSET);
     assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), None);
     file.as_file().set_len(2 * MIB).unwrap();

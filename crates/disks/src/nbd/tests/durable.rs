@@ -52,6 +52,15 @@ fn the_connection_of_a_write_flushes_it() {
     let events = server.state().events.clone();
     let expected = [(0, WRITE), (1, WRITE), (1, FLUSH)];
     assert_eq!(events, expected.map(|(of, command)| Event::Request(of, command)));
+    // Nothing counts as unanswered: the connections end with their disk.
+    drop((disk, source));
+    for turns in 0.. {
+        if [0, 1].iter().all(|of| server.state().events.contains(&Event::Ended(*of))) {
+            break;
+        }
+        assert!(turns < 10_000, "{:?}", server.state().events);
+        wait_a_turn(&thread);
+    }
 }
 
 /// The next try makes both again.
