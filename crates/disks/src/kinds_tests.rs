@@ -363,6 +363,36 @@ fn layers_pass_questions_and_orders_on_to_the_disk_below() {
     }
 }
 
+/// A backing file may be on a disk that goes away, and has a lock and a cache.
+#[test]
+#[cfg(feature = "qcow2")]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_passes_questions_and_orders_on_to_its_backing_file() {
+    use crate::qcow2::Layer;
+
+    let file = NamedTempFile::new().unwrap();
+    let mut create = std::process::Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-u", "-F", "raw", "-b", "below"]);
+    if create.arg(file.path()).arg("4M").status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    let options = DiskOptions { holds_image: true, no_lock: true, ..DiskOptions::default() };
+    let below = elsewhere(4 * MIB);
+    let top = Layer::qcow2(DiskSource::file(file.path(), &options).unwrap()).unwrap();
+    let layers = vec![top, Layer::raw(below.clone().source())];
+    let source = crate::qcow2::open(layers, false).unwrap();
+    assert_eq!(source.state(), DiskState::Ready);
+    below.set_away(true);
+    assert!(matches!(source.state(), DiskState::Away(_)));
+    below.set_away(false);
+    below.take_calls();
+    source.hand_over().write_back().unwrap();
+    source.hand_over().release_lock();
+    source.abandon();
+    assert_eq!(below.take_calls(), [Call::WriteBack, Call::ReleaseLock, Call::Abandon]);
+}
+
 /// A part with a size of its own keeps it.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

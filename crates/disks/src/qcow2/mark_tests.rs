@@ -144,6 +144,20 @@ fn the_mark_is_stable_before_any_change_and_is_removed_at_the_end() {
     }
 }
 
+/// Its last user may have been killed before the mark was stable.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_mark_of_an_earlier_process_is_stable_before_the_first_change() {
+    let Some(mut content) = new_image("compat=1.1") else { return };
+    mark::set(&mut content, true);
+    let mut world = World::new(&content);
+    assert_eq!(world.end.events(), 0);
+    world.write(0).unwrap();
+    let journal = world.end.journal();
+    assert!(matches!(journal[0], Event::Flush) && journal.len() > 2, "{}", journal.len());
+    assert!(world.is_marked() && !world.is_marked_at_end());
+}
+
 /// imago does not know the mark, and writes headers when tables move.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -460,12 +460,58 @@ impl Owner {
 mod tests {
     use std::process::Command;
 
+    use blockio::testing::RemoteStub;
     use blockio::{DiskOptions, DiskSource};
 
     use super::*;
     use crate::qcow2::{Layer, open_image};
 
     const CLUSTER: u64 = 512 << 10;
+
+    /// Changes of other requests need a commit of their own.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_commit_ends_no_change_that_was_made_beside_it() {
+        const CLUSTER: u64 = 64 << 10;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2"]).arg(file.path());
+        if create.arg("64M").status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let mut content = std::fs::read(file.path()).unwrap();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let end = RemoteStub::exclusive(&content);
+        let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
+        let (_, source) = open_image(layers, false).unwrap();
+        let (send, found) = oneshot::channel();
+        source.image.owner.post(move |io| {
+            let owner = OWNER.with_borrow(Clone::clone).unwrap();
+            io.spawn(async move {
+                owner.mark().await.unwrap();
+                // From now on clusters are counted ahead, and the table is known.
+                owner.write(0, &[7; 512]).await.unwrap();
+                let [first, second] =
+                    [2, 4].map(|cluster| cluster * CLUSTER..(cluster + 1) * CLUSTER);
+                assert!(owner.place_concurrently(&first).await.unwrap());
+                end.set_silent(true);
+                let mut commit = Box::pin(owner.commit_entries());
+                std::future::poll_fn(|context| {
+                    assert!(commit.as_mut().poll(context).is_pending());
+                    std::task::Poll::Ready(())
+                })
+                .await;
+                assert!(owner.place_concurrently(&second).await.unwrap());
+                end.set_silent(false);
+                assert!(commit.await.unwrap());
+                let changes = &owner.changes;
+                let are_uncommitted = [first, second].map(|range| changes.is_uncommitted(&range));
+                send.send((are_uncommitted, changes.are_committed()));
+            });
+        });
+        assert_eq!(found.wait(), Some(([false, true], false)));
+    }
 
     /// A look-up covers less than a cluster here. A kill would lose data in a place that no table
     /// of the file has.

@@ -82,6 +82,9 @@ impl Readers {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::task::Poll;
+
     use blockio::{Activity, IoThread, IoThreadConfig, Wait};
     use iomem::Buffers;
 
@@ -96,11 +99,14 @@ mod tests {
             let before = [ReaderGuard::new(&readers), ReaderGuard::new(&readers)];
             let (op, completer) = thread.io().foreign_op(Buffers::empty());
             readers.wait(completer);
+            drop(ReaderGuard::new(&readers));
             let _after = ReaderGuard::new(&readers);
             let [first, second] = before;
             drop(first);
             while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
-            assert_eq!(thread.io().ops(), 1, "it did not wait for all");
+            let mut op = Box::pin(op);
+            let polled = poll_fn(|context| Poll::Ready(op.as_mut().poll(context).is_pending()));
+            assert!(thread.block_on(polled).unwrap(), "it did not wait for all");
             drop(second);
             thread.block_on(op).unwrap().result.unwrap();
             drop(_after);

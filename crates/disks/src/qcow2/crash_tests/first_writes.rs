@@ -1,19 +1,22 @@
 //! First writes that change only entries, beside discards and at the end of the image.
 
 use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::task::Poll;
 
-use blockio::DiskSource;
 use blockio::disk::ExtentKind;
 use blockio::testing::RemoteStub;
+use blockio::{Disk, DiskSource};
 use futures_util::future::join;
 use iomem::Buffers;
 
 use super::{KINDS, SECTOR, World, filled};
 use crate::qcow2::consistency::mark;
 use crate::qcow2::consistency::write_order::{L1_OFFSET, Roots};
+use crate::qcow2::readers::{ReaderGuard, Readers};
 use crate::qcow2::{Layer, open_image};
 
 const CLUSTER: u64 = 64 << 10;
@@ -76,6 +79,46 @@ fn a_discard_during_a_first_write_forgets_its_place() {
         world.is_clean(&content, "after a discard");
         let entry = entry(&content, cluster);
         assert_eq!(is_there, entry > 1, "cluster {cluster}: the entry is {entry:#x}");
+    }
+}
+
+/// A request that is under way may still write to the old place, which another cluster may get.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn places_are_removed_from_tables_when_no_request_uses_them() {
+    if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    type Remove = fn(&Disk) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
+    let removals: [(&str, Remove); 3] = [
+        ("discard", |disk| Box::pin(disk.discard(0, CLUSTER))),
+        ("unmap", |disk| Box::pin(disk.write_zeroes(0, CLUSTER, true))),
+        ("zero", |disk| Box::pin(disk.write_zeroes(0, CLUSTER, false))),
+    ];
+    let world = World::new(&KINDS[KINDS.len() - 1], true);
+    for (name, remove) in removals {
+        let end = RemoteStub::exclusive(&world.content);
+        let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
+        let (info, source) = open_image(layers, false).unwrap();
+        let readers = Arc::<Readers>::default();
+        source.image.core.add_thread(world.thread.remote(), &readers);
+        let disk = DiskSource::from_driver(info, Arc::new(source)).attach(world.thread.io());
+        let data = Buffers::from_vec(filled(7, CLUSTER / SECTOR as u64));
+        world.thread.block_on(disk.write(0, data, false)).unwrap().unwrap();
+        let (events, guard) = (end.events(), ReaderGuard::new(&readers));
+        let mut removed = remove(&disk);
+        let is_waited_for = poll_fn(|context| {
+            let is_pending = removed.as_mut().poll(context).is_pending();
+            assert!(is_pending, "{name} does not wait for a request");
+            context.waker().wake_by_ref();
+            if guard.is_current_round() { Poll::Pending } else { Poll::Ready(()) }
+        });
+        world.thread.block_on(is_waited_for).unwrap();
+        assert_eq!(end.events(), events, "{name} has changed the tables");
+        drop(guard);
+        world.thread.block_on(removed).unwrap().unwrap();
+        assert!(end.events() > events, "{name}");
     }
 }
 

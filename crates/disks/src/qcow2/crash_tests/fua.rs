@@ -2,11 +2,16 @@
 
 use std::process::{Command, Stdio};
 
+use blockio::driver::Driver as _;
+use blockio::op::OpKind;
 use blockio::testing::Event;
-use blockio::{IoThread, IoThreadConfig};
+use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
+use tempfile::NamedTempFile;
 
 use super::{KINDS, Moment, SECTOR, World, filled, open};
+use crate::qcow2::disk::Qcow2Disk;
+use crate::qcow2::{Layer, open_image};
 
 /// The previous process has not flushed the pointers to its data. The image was not marked, so it
 /// was not checked since.
@@ -75,6 +80,35 @@ fn a_write_with_fua_flushes_a_commit_that_ended_during_a_flush() {
     let journal = world.file.journal();
     let flushes = journal[before..].iter().filter(|event| matches!(event, Event::Flush)).count();
     assert_eq!(flushes, 1, "the entry that leads to the data may be lost");
+}
+
+/// Requests to a file take a way of their own.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_with_fua_goes_straight_to_a_file_only_if_its_pointer_is_stable() {
+    let file = NamedTempFile::new().unwrap();
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2"]).arg(file.path()).arg("1M");
+    if create.status().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+    let below = DiskSource::file(file.path(), &options).unwrap();
+    let (_, source) = open_image(vec![Layer::qcow2(below).unwrap()], false).unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = Qcow2Disk::new(&source.image, thread.io(), None);
+    let are_routed = || {
+        [false, true].map(|fua| {
+            let mut data = Buffers::aligned(4096, 4096);
+            disk.route_to_file(OpKind::Write { fua }, 0, &mut data).is_some()
+        })
+    };
+    assert_eq!(are_routed(), [false, false]);
+    thread.block_on(disk.write(0, Buffers::aligned(4096, 4096), false)).unwrap().unwrap();
+    assert_eq!(are_routed(), [true, false]);
+    thread.block_on(disk.flush()).unwrap().unwrap();
+    assert_eq!(are_routed(), [true, true]);
 }
 
 /// Its parts lie apart in the file, and a flush has covered all changes of the tables.

@@ -34,7 +34,7 @@ impl Owner {
 
     /// Writes the entries of all changes. Returns false if other changes wait, or imago has to
     /// write them.
-    async fn commit_entries(&self) -> io::Result<bool> {
+    pub(super) async fn commit_entries(&self) -> io::Result<bool> {
         let changes = &self.changes;
         let _lock = changes.commit_lock.lock().await;
         if !changes.has_only_entries() || !self.core.order.is_empty() {

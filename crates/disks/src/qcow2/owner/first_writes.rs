@@ -52,7 +52,7 @@ impl Owner {
         Ok(answers)
     }
 
-    async fn place_concurrently(&self, range: &Range<u64>) -> io::Result<bool> {
+    pub(super) async fn place_concurrently(&self, range: &Range<u64>) -> io::Result<bool> {
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
         if self.changes.has_failed() || self.releases_space(&image, range).await? {
