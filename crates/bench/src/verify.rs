@@ -330,6 +330,7 @@ mod tests {
         let map = map();
         assert!(map.claim(6144, BLOCK));
         assert!(!map.claim(4096, 4 * BLOCK));
+        assert!(!map.claim(6144, BLOCK), "the failed claim must not end another one");
         assert!(map.claim(4096, 2 * BLOCK), "the failed claim must not keep anything");
         map.release_read(6144, BLOCK);
         assert!(map.claim(6144, BLOCK));

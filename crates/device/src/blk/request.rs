@@ -1020,6 +1020,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_segment_may_be_as_long_as_announced_and_end_where_the_disk_does() {
+        let size = 48 * SECTOR_BYTES;
+        for (sector, sectors, is_good) in [
+            (0, 32, true),
+            (0, 33, false),
+            (16, 32, true),
+            (17, 32, false),
+            (47, 1, true),
+            (48, 0, true),
+            (48, 1, false),
+            (49, 0, false),
+            (u64::MAX / SECTOR_BYTES, 1, false),
+            (u64::MAX, 0, false),
+        ] {
+            let segment = segment_of(sector, sectors, 0);
+            let read = range(segment.first_chunk().unwrap(), 32, size);
+            assert_eq!(read.is_ok(), is_good, "{sectors} from {sector} on");
+        }
+    }
+
     proptest! {
         /// For any bytes from the driver, segments that are carried out lie on the disk, are at
         /// most as long as announced, and have no unknown flag.

@@ -395,6 +395,8 @@ mod tests {
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt;
 
+    use serde_json::{Value, json};
+
     use super::*;
 
     #[test]
@@ -445,6 +447,74 @@ mod tests {
                 (Err(error), Err(words)) if error.to_string().contains(words) => {}
                 (checked, _) => panic!("{path}: {checked:?}"),
             }
+        }
+    }
+
+    /// A later process opens the recorded files alone. No member records files itself.
+    #[test]
+    fn each_disk_of_a_member_has_a_record_of_its_files() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path().canonicalize().unwrap();
+        for folder in ["own", "private"] {
+            std::fs::create_dir(root.join(folder)).unwrap();
+            std::fs::write(root.join(folder).join("disk"), [0; 4096]).unwrap();
+        }
+        let [own, private] = ["own", "private"].map(|folder| root.join(folder));
+        let access = Access {
+            disk_folders: vec![own.clone()],
+            socket_folders: vec![own.clone()],
+            ..Access::default()
+        };
+        let settings = ExportSettings { read_only: true, ..ExportSettings::default() };
+        let forged = json!([{ "path": "/", "writable": true, "device": 1, "inode": 1,
+            "created-ns": null, "disk-sequence": null }]);
+        let unit = |folder: &Path, reservations: &Path| {
+            json!({ "lun": 3, "disk": { "file": folder.join("disk") },
+                "settings": { "reservations": reservations.join("kept"), "files": forged } })
+        };
+        let add = |socket: Value, device: Value| {
+            let export = json!({ "name": "vm", "endpoint": socket, "device": device,
+                "read-only": true, "files": forged });
+            Command::Add(vec![serde_json::from_value(export).unwrap()])
+        };
+        let add_unit =
+            |unit: Value| Command::AddUnit("vm".to_owned(), serde_json::from_value(unit).unwrap());
+        let at = |folder: &Path| json!({ "path": folder.join("socket") });
+        let blk = |folder: &Path| json!({ "blk": { "file": folder.join("disk") } });
+        let place = Some(UnitPlace { target: 0, lun: 3 });
+        for (mut command, place) in [
+            (add(at(&own), blk(&own)), None),
+            (add(at(&own), json!({ "scsi": [unit(&own, &own)] })), place),
+            (add_unit(unit(&own, &own)), place),
+        ] {
+            let passed = access.admit(&mut command, &settings, &mut Vec::new()).unwrap();
+            assert!(passed.len() == 1 && passed[&place].get(&own.join("disk")).is_some());
+            let recorded = match &command {
+                Command::Add(specs) => match &specs[0].device {
+                    DeviceSpec::Blk(_) => specs[0].settings.files.clone(),
+                    DeviceSpec::Scsi(units) => {
+                        assert_eq!(specs[0].settings.files, None);
+                        units[0].settings.files.clone()
+                    }
+                },
+                Command::AddUnit(_, unit) => unit.settings.files.clone(),
+                other => panic!("{other:?}"),
+            };
+            let recorded = recorded.unwrap();
+            let found: Vec<_> = recorded.iter().map(|file| (&file.path, file.writable)).collect();
+            assert_eq!(found, [(&own.join("disk"), false)]);
+        }
+        for (mut command, reason) in [
+            (add(at(&own), blk(&private)), "unless it passes the open file"),
+            (add(at(&private), blk(&own)), "cannot place a socket"),
+            (add(json!({ "fd": 9 }), blk(&own)), "an inherited descriptor"),
+            (add(at(&own), json!({ "scsi": [unit(&private, &own)] })), "the open file"),
+            (add(at(&own), json!({ "scsi": [unit(&own, &private)] })), "cannot keep reservations"),
+            (add_unit(unit(&private, &own)), "unless it passes the open file"),
+            (add_unit(unit(&own, &private)), "cannot keep reservations"),
+        ] {
+            let error = access.admit(&mut command, &settings, &mut Vec::new()).unwrap_err();
+            assert!(format!("{error:#}").contains(reason), "{error:#}");
         }
     }
 

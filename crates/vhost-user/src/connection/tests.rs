@@ -21,7 +21,7 @@ use virtqueue::MappingRules;
 use super::super::config::PROTOCOL_FEATURES;
 use super::super::examiner::Examiner;
 use super::super::examiner::tests::wait_until;
-use super::super::message::{Config, Header, InflightArea, RingAddresses};
+use super::super::message::{Config, Header, InflightArea, LogArea, RingAddresses};
 use super::super::ring::RingSettings;
 use super::negotiation::VHOST_FEATURES;
 use super::*;

@@ -47,6 +47,7 @@ fn a_mode_page_that_changes_too_much_is_pointed_to_its_field() {
         (&control, 0, 0x01, [0x88 | 5, 0, 0]),
         (&control, 0, 0x40, [0x88 | 6, 0, 0]),
         (&control, 1, 0x01, [0x80, 0, 1]),
+        (&control, 1, 0x02, [0x80, 0, 1]),
     ] {
         for header in [4, 8] {
             let mut list = [&vec![0; header][..], page].concat();

@@ -106,7 +106,20 @@ fn descriptors_count_until_they_are_given_up() {
     expect(&mut scene, RemMemReg(other), vec![], 4);
     let memory = scene.memory();
     expect(&mut scene, SetMemTable(vec![region()]), memory, 4);
+    let (log, area) = (scene.memory(), LogArea { size: region().size, file_offset: 0 });
+    expect(&mut scene, SetLogBase(area), log, 5);
     scene.end();
+}
+
+impl Scene {
+    /// Sends a log, and asks for marks of all written pages.
+    pub(super) fn begin_log(&mut self) {
+        let (log, area) = (self.memory(), LogArea { size: region().size, file_offset: 0 });
+        let ended = self.tell(&Request::SetLogBase(area), log);
+        assert!(matches!(ended, Ended::Done | Ended::Answer(_)), "{ended:?}");
+        let features = Request::SetFeatures(self.connection.features() | F_LOG_ALL);
+        assert_eq!(self.tell(&features, vec![]), Ended::Done);
+    }
 }
 
 /// Sends all messages that start ring 1, except its enabling.

@@ -427,6 +427,7 @@ fn in_use() -> (Scene, Channel) {
         assert_eq!(scene.tell(&request, vec![fd]), Ended::Done, "{request:?}");
     }
     scene.start();
+    scene.begin_log();
     for (request, has_fd) in [
         (Request::SetStatus(15), false),
         (Request::SetConfig(config(WRITEBACK_OFFSET, &[0])), false),
