@@ -42,9 +42,9 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
+use blockio::disk::{Abilities, DiskInfo, DiskState, LATE_LOCK_PATIENCE, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource};
 use blockio::{
     DiskOptions, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig, Remote,
@@ -65,6 +65,9 @@ use wire::Request;
 
 /// A server with a machine that is silent for this long counts as gone.
 const SILENCE: Duration = Duration::from_secs(20);
+
+/// The pause between two looks at a connection that has broken.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Opens the export of an NBD server. Waits for the server, for ten seconds at most.
 ///
@@ -285,6 +288,29 @@ impl DriverSource for NbdSource {
             });
         }
         Ok(())
+    }
+
+    fn changes_users(&self) -> bool {
+        true
+    }
+
+    /// Flushes for the next process. A server has no locks: the next process must not begin before.
+    fn end_use(&self) -> Result<(), Error> {
+        self.write_back()?;
+        let end = Instant::now() + LATE_LOCK_PATIENCE;
+        while self.may_still_change() {
+            if Instant::now() >= end {
+                return Err(self.refused(
+                    "the server may still carry out writes of a connection that has broken"
+                        .to_owned(),
+                ));
+            }
+            std::thread::sleep(PAUSE);
+        }
+        match self.state() {
+            DiskState::Lost => Err(self.refused("written data may be lost".to_owned())),
+            _ => Ok(()),
+        }
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {

@@ -7,6 +7,7 @@ mod image;
 pub mod inherit;
 #[cfg(feature = "luks")]
 mod luks;
+mod read_time;
 
 use std::path::Path;
 
@@ -18,6 +19,7 @@ use crate::spec::{BackingFiles, DiskSpec, ImageFormat, RbdSpec};
 use image::{ImageFile, is_image, open_qcow2};
 
 pub use cancellation::{CancelToken, with_hang_timeout};
+use read_time::ReadTime;
 
 /// Opens the disk that a text names, such as `qcow2:/srv/disk.qcow2`, in the grammar of
 /// [`spec`](crate::spec). Its files are opened with these options.
@@ -128,8 +130,21 @@ impl DiskOpener<'_> {
         over: &DiskSpec,
         allowed: &BackingFiles,
     ) -> Result<DiskSource> {
-        let options =
-            DiskOptions { read_only: true, holds_image: true, user: None, ..self.options.clone() };
+        let is_late = self.options.late_lock && !self.options.read_only;
+        let options = DiskOptions {
+            read_only: true,
+            holds_image: true,
+            user: None,
+            // Backing files do not change users.
+            no_lock: self.options.no_lock && !is_late,
+            late_lock: false,
+            ..self.options.clone()
+        };
+        let time = match (is_late, self.is_handed_over) {
+            (true, _) => ReadTime::Locked,
+            (false, true) => ReadTime::FirstRequest,
+            (false, false) => ReadTime::Now,
+        };
         let open_backing = |path: &Path, within: Option<&Folder>| {
             (self.open_file)(path, &DiskOptions { within: within.cloned(), ..options.clone() })
         };
@@ -138,7 +153,7 @@ impl DiskOpener<'_> {
             let (source, file) = (below.clone(), over.whole_file());
             let files = options.files.as_deref();
             let image = ImageFile { source, file, allowed, files, look: None };
-            open_qcow2(image, open_backing, self.is_handed_over)
+            open_qcow2(image, open_backing, time)
         })
     }
 
@@ -191,7 +206,7 @@ mod image {
     pub(super) fn open_qcow2(
         image: ImageFile<'_>,
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
-        _: bool,
+        _: super::read_time::ReadTime,
     ) -> Result<DiskSource> {
         let ImageFile { source, file, allowed, files, look } = image;
         let _unused = (file, allowed, files, look.is_some());

@@ -22,6 +22,9 @@ mod format;
 mod full_tests;
 #[cfg(test)]
 mod hostile_tests;
+mod late;
+#[cfg(test)]
+mod late_tests;
 #[cfg(test)]
 mod leaks_tests;
 #[cfg(test)]
@@ -71,6 +74,19 @@ use storage::Store;
 pub fn open(layers: Vec<Layer>, is_deferred: bool) -> Result<DiskSource, Error> {
     let (info, source) = open_image(layers, is_deferred)?;
     Ok(DiskSource::from_driver(info, Arc::new(source)))
+}
+
+/// Opens the disk in an image whose file is locked later. Only the headers are read before.
+///
+/// # Errors
+///
+/// As for [`open`].
+pub(crate) fn open_late(layers: Vec<Layer>) -> Result<DiskSource, Error> {
+    late::open_with(layers, |layers, is_deferred| {
+        let (info, source) = open_image(layers, is_deferred)?;
+        let image = Arc::clone(&source.image);
+        Ok(late::Opened { info, image, source: Arc::new(source) })
+    })
 }
 
 fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2Source), Error> {
@@ -132,7 +148,7 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
         threads: Lock::default(),
     });
     let (owner, ended) = owner::start(&core)?;
-    let mut image = Image { owner, ended: Lock::new(Some(ended)), core };
+    let image = Image { owner, ended: Lock::new(Some(ended)), core };
     if !is_deferred && let Err(error) = owner::run_job_blocking(&image.owner, Job::Open) {
         // The next try must find the file closed.
         image.end();
@@ -367,6 +383,11 @@ impl DriverSource for Qcow2Source {
 
     fn release_lock(&self) {
         self.image.core.layers.iter().for_each(|layer| layer.source.hand_over().release_lock());
+    }
+
+    /// Tables stay in memory: see `late.rs` for an image that changes users.
+    fn changes_users(&self) -> bool {
+        false
     }
 
     /// Probes the space for the image. The disk in it never changes its size by itself.

@@ -16,9 +16,9 @@ use std::io;
 use std::rc::Rc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, SizeProbe};
+use blockio::disk::{Abilities, DiskInfo, DiskState, LATE_LOCK_PATIENCE, Link, SizeProbe};
 use blockio::driver::{Driver, DriverSource, Line, StallLog};
 use blockio::executor::start_thread;
 use blockio::{DiskOptions, DiskSource, EngineKind, Error, Io, clock};
@@ -159,6 +159,33 @@ impl DriverSource for RbdSource {
             // The lock is not ours, or there is none.
             tracing::debug!("rbd {}: cannot release its lock: {error}", self.shared.name);
         }
+    }
+
+    fn changes_users(&self) -> bool {
+        true
+    }
+
+    /// Acquires the exclusive lock, within the time that the lock of a file has.
+    fn begin_use(&self) -> Result<(), Error> {
+        let end = Instant::now() + LATE_LOCK_PATIENCE;
+        while self.image.exclusive
+            && let Err(error) = self.shared.image.lock()
+        {
+            if error.raw_os_error() != Some(libc::EROFS) || Instant::now() >= end {
+                return Err(self.shared.refused(&open::no_lock(&error)));
+            }
+            std::thread::sleep(CHECK_INTERVAL / 10);
+        }
+        Ok(())
+    }
+
+    fn end_use(&self) -> Result<(), Error> {
+        self.write_back()?;
+        self.shared
+            .loss()
+            .map_err(|error| self.shared.refused(&format!("written data may be lost: {error}")))?;
+        self.release_lock();
+        Ok(())
     }
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
@@ -362,6 +389,41 @@ mod tests {
         source.hand_over().write_back().unwrap();
         fake.fail_with(0);
         assert_eq!(flush(&source), Some(libc::EIO));
+    }
+
+    /// Another host has the lock, and reads without a lock.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_lock_of_an_image_changes_hands_after_its_data() {
+        for exclusive in [true, false] {
+            let fake = fake();
+            let image = RbdSpec { exclusive, ..RbdSpec::default() };
+            let lock = source_of(&fake, image, false).late_lock().unwrap();
+            assert!(fake.take_ops().is_empty(), "it is locked early");
+            lock.take(1).unwrap();
+            assert_eq!(fake.take_ops(), [("lock", 0, 0)][..usize::from(exclusive)]);
+            lock.release(1);
+            assert_eq!(fake.take_ops(), [("write back", 0, 0), ("unlock", 0, 0)]);
+            lock.take(2).unwrap();
+            fake.take_ops();
+            fake.fail_with(libc::EIO);
+            lock.release(2);
+            let has_unlocked = fake.take_ops().contains(&("unlock", 0, 0));
+            assert!(!has_unlocked, "data may be lost");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_that_another_client_keeps_is_refused_in_time() {
+        let fake = fake();
+        let image = RbdSpec { exclusive: true, ..RbdSpec::default() };
+        let lock = source_of(&fake, image, false).late_lock().unwrap();
+        fake.fail_with(libc::EROFS);
+        let error = lock.take(1).unwrap_err().to_string();
+        assert!(error.contains("another client holds its exclusive lock"), "{error}");
+        fake.fail_with(0);
+        lock.take(2).unwrap();
     }
 
     #[test]

@@ -273,7 +273,7 @@ impl Trial {
             ..IoThreadConfig::default()
         };
         let thread = IoThread::new(&config)?;
-        let disk = source.attach(thread.io());
+        let disk = source.for_probe()?.attach(thread.io());
         Ok(Self { thread, disk })
     }
 

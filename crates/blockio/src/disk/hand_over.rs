@@ -95,6 +95,30 @@ impl<'a> DiskHandOver<'a> {
     }
 }
 
+/// The processes between which a disk goes back and forth. Each has opened it for good: see
+/// [`LateLock`](super::LateLock).
+impl DiskHandOver<'_> {
+    /// Begins a use: layers read their content, which another process may have changed. Called
+    /// before the first request, when the file of the disk is locked.
+    ///
+    /// # Errors
+    ///
+    /// If the disk cannot be used.
+    pub fn begin_use(self) -> Result<(), Error> {
+        self.0.driver().map_or(Ok(()), |source| source.begin_use())
+    }
+
+    /// Ends a use: layers write their tables and answered data, and touch nothing until the next
+    /// use. Called when the last request has ended, before the file is unlocked.
+    ///
+    /// # Errors
+    ///
+    /// If data may be lost.
+    pub fn end_use(self) -> Result<(), Error> {
+        self.0.driver().map_or(Ok(()), |source| source.end_use())
+    }
+}
+
 /// The process that takes the disk over.
 impl DiskHandOver<'_> {
     /// Takes over an open file that another process has handed over, with its lock and with

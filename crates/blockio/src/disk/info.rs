@@ -22,6 +22,9 @@ pub struct DiskOptions {
     /// Neither lock the file, nor claim the block device, nor heed the locks of other programs. The
     /// caller must keep other writers away.
     pub no_lock: bool,
+    /// The lock of the disk is taken later: see [`LateLock`](super::LateLock). Until then no byte
+    /// of the disk is changed, and no content is kept. Files need [`no_lock`](Self::no_lock) too.
+    pub late_lock: bool,
     /// The file holds an image with a format that defines the size of the disk. The file may have
     /// any length, and counts as rounded up to whole blocks.
     pub holds_image: bool,

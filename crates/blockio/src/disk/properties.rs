@@ -262,21 +262,27 @@ impl DiskSource {
     /// block device claimed. A remote end may have other users.
     pub fn is_exclusive(&self) -> bool {
         match &self.kind {
-            SourceKind::File(source) => source.is_exclusive,
+            SourceKind::File(source) => source.is_exclusive(),
             SourceKind::Null => false,
             SourceKind::Driver(source) => source.is_exclusive(),
         }
     }
 
-    /// The write lock of a disk that is a file or a block device, is written to, and was opened
-    /// with [`no_lock`](super::DiskOptions::no_lock). `None` for all other disks.
+    /// The right to write to a disk that was opened with
+    /// [`late_lock`](super::DiskOptions::late_lock). `None` for a disk that is only read, or keeps
+    /// no data.
     #[must_use]
     pub fn late_lock(&self) -> Option<LateLock> {
+        let is_possible = !self.info.read_only && self.changes_users();
+        is_possible.then(|| LateLock::new(self.clone()))
+    }
+
+    /// Returns true if another process can use the disk between two uses here.
+    pub(super) fn changes_users(&self) -> bool {
         match &self.kind {
-            SourceKind::File(source) if !self.info.read_only => {
-                Some(LateLock::new(Arc::clone(&source.file)))
-            }
-            SourceKind::File(_) | SourceKind::Null | SourceKind::Driver(_) => None,
+            SourceKind::File(_) => true,
+            SourceKind::Null => false,
+            SourceKind::Driver(source) => source.changes_users(),
         }
     }
 

@@ -34,7 +34,7 @@ impl DiskSource {
             size_probe: None,
             end: Arc::new(FileEnd::unseen(info.logical_block_bytes.max(request_align))),
             blocks,
-            is_exclusive: false,
+            is_exclusive: Arc::default(),
         };
         Self::new(info, SourceKind::File(file))
     }

@@ -298,7 +298,7 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
 
     /// See [`DiskSource::is_exclusive`](super::DiskSource::is_exclusive).
     fn is_exclusive(&self) -> bool {
-        self.below().and_then(DiskSource::local).is_some_and(|file| file.is_exclusive)
+        self.below().and_then(DiskSource::local).is_some_and(FileSource::is_exclusive)
     }
 
     /// The state of the disk.
@@ -355,6 +355,22 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
         if let Some(below) = self.below() {
             below.hand_over().release_lock();
         }
+    }
+
+    /// Returns true if another process can use the disk between two uses here: see
+    /// [`DiskHandOver::begin_use`](super::hand_over::DiskHandOver::begin_use).
+    fn changes_users(&self) -> bool {
+        self.below().is_some_and(DiskSource::changes_users)
+    }
+
+    /// See [`DiskHandOver::begin_use`](super::hand_over::DiskHandOver::begin_use).
+    fn begin_use(&self) -> Result<(), Error> {
+        self.below().map_or(Ok(()), |below| below.hand_over().begin_use())
+    }
+
+    /// See [`DiskHandOver::end_use`](super::hand_over::DiskHandOver::end_use).
+    fn end_use(&self) -> Result<(), Error> {
+        self.below().map_or(Ok(()), |below| below.hand_over().end_use())
     }
 
     /// A probe that notices another size.

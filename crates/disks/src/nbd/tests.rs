@@ -368,6 +368,31 @@ fn written_data_is_flushed_before_a_takeover() {
     }
 }
 
+/// The server has no lock: the next host begins when the queues here have stopped.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_end_of_a_use_flushes_and_reports_a_loss() {
+    for is_lost in [false, true] {
+        let server = Server::start(MIB, FLAGS & !can::MULTI_CONN);
+        let (thread, source) = (new_thread(), open(server.options()));
+        let lock = source.late_lock().unwrap();
+        lock.take(1).unwrap();
+        assert!(!server.state().events.iter().any(|event| matches!(event, Event::Request(..))));
+        let disk = Rc::new(source.attach(thread.io()));
+        assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+        if is_lost {
+            source.hand_over().inherit(Some(libc::EIO), false);
+        }
+        let leaving = source.clone();
+        let other = std::thread::spawn(move || leaving.hand_over().end_use());
+        while !other.is_finished() {
+            wait_a_turn(&thread);
+        }
+        assert_eq!(other.join().unwrap().is_err(), is_lost);
+        assert!(is_lost || server.state().events.contains(&Event::Request(0, FLUSH)));
+    }
+}
+
 /// Until a refresh, the disk keeps its size.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -15,6 +15,7 @@ use blockio::disk::Folder;
 use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
+use super::read_time::ReadTime;
 use crate::qcow2::{self, Layer};
 use crate::spec::BackingFiles;
 
@@ -63,15 +64,18 @@ pub(super) struct ImageFile<'a> {
 pub type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
-/// may be relative to a folder that it must not leave. With `is_deferred` another process still
-/// writes to the image.
+/// may be relative to a folder that it must not leave.
 pub(super) fn open_qcow2(
     image: ImageFile<'_>,
     mut open_backing: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
-    is_deferred: bool,
+    time: ReadTime,
 ) -> Result<DiskSource> {
     let layers = open_layers(image, |path, within, _| open_backing(path, within))?;
-    Ok(qcow2::open(layers, is_deferred)?)
+    Ok(match time {
+        ReadTime::Now => qcow2::open(layers, false)?,
+        ReadTime::FirstRequest => qcow2::open(layers, true)?,
+        ReadTime::Locked => qcow2::open_late(layers)?,
+    })
 }
 
 /// Opens the layers of a qcow2 image, from the top. `open_backing` also gets the path to which the

@@ -152,10 +152,16 @@ pub(super) struct Image {
 
 impl Image {
     /// Ends the owner, and waits until it has closed its files.
-    pub(super) fn end(&mut self) {
+    pub(super) fn end(&self) {
         self.owner.post(stop_owner);
         let ended = self.ended.lock().take();
         let _ = ended.and_then(oneshot::Receiver::wait);
+    }
+}
+
+impl std::fmt::Debug for Image {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Image").field(&self.core.name()).finish()
     }
 }
 

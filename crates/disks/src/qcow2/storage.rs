@@ -238,15 +238,9 @@ impl Store {
         Ok((disk, Buffers::uninitialized(bytes, PAGE, permit)?))
     }
 
-    /// Adopts the whole blocks of the file, and returns its length. Another process may have
-    /// extended the file before it was handed over. Not every disk has bytes behind its whole
-    /// blocks.
+    /// Like [`adopt_file_size`], and returns the length of the file.
     pub(super) fn adopt_file_size(&self) -> Result<u64, Error> {
-        let size = self.source.covered_bytes()?;
-        let whole = size - size % u64::from(self.source.info().physical_block_bytes);
-        if whole > self.bytes() {
-            self.source.adopt_size(whole);
-        }
+        adopt_file_size(&self.source)?;
         Ok(self.bytes())
     }
 
@@ -318,6 +312,17 @@ impl Store {
         };
         zeroed.await.inspect_err(|_| self.order.mark.keep_set())
     }
+}
+
+/// Adopts the whole blocks of a file. Another process may have extended the file before it was
+/// handed over. Not every disk has bytes behind its whole blocks.
+pub(super) fn adopt_file_size(file: &DiskSource) -> Result<(), Error> {
+    let size = file.covered_bytes()?;
+    let whole = size - size % u64::from(file.info().physical_block_bytes);
+    if whole > file.info().size_bytes {
+        file.adopt_size(whole);
+    }
+    Ok(())
 }
 
 /// The errno of a write for which the file cannot grow. A damaged image may ask for a length that

@@ -60,17 +60,18 @@ pub(super) fn open(
         read_only: options.read_only,
         direct: options.direct,
     };
+    // A late lock is taken before the first request.
+    let locks = name.exclusive && !options.read_only && !options.late_lock;
     let (opened, opening) = mpsc::channel();
     let (of_thread, span) = (name.clone(), Span::current());
     let work = move || {
         let _span = span.enter();
-        let result = open_patiently(&of_thread, info);
+        let result = open_patiently(&of_thread, info, locks);
         // The caller has left if it took too long. Dropping it closes it, here.
         drop(opened.send(result));
     };
     let started = start_thread("ringhaul-rbd", work);
     started.map_err(|error| refused(format!("cannot start the thread that opens it: {error}")))?;
-    let locks = name.exclusive && !options.read_only;
     let patience = if locks { PATIENCE + LOCK_PATIENCE } else { PATIENCE };
     let no_answer = |_: RecvTimeoutError| {
         let seconds = patience.as_secs();
@@ -85,6 +86,7 @@ pub(super) fn open(
 fn open_patiently(
     name: &RbdSpec,
     info: DiskInfo,
+    locks: bool,
 ) -> Result<(Image, DiskInfo, ImageProperties), String> {
     let text = |text: &str| {
         c_text(text).map_err(|_| format!("{text:?} contains a zero byte; leave it out"))
@@ -102,7 +104,7 @@ fn open_patiently(
     let snapshot = name.snapshot.as_deref().map(text).transpose()?;
     let image = Image::open(pool, &image_name?, snapshot.as_deref(), info.read_only)
         .map_err(|error| no_image(name, &error))?;
-    if name.exclusive && !info.read_only {
+    if locks {
         image.lock().map_err(|error| no_lock(&error))?;
     }
     let size_bytes = image.size_bytes().map_err(query_failed)?;
@@ -265,7 +267,7 @@ fn no_image(name: &RbdSpec, error: &io::Error) -> String {
     }
 }
 
-fn no_lock(error: &io::Error) -> String {
+pub(super) fn no_lock(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EROFS) => "another client holds its exclusive lock; find it with `rbd status` \
                               and `rbd lock ls`, and stop it first"

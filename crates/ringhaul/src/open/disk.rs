@@ -177,16 +177,14 @@ impl OpenDisk {
     }
 }
 
-/// Refuses a late lock for a disk whose layers keep state of the data in memory, and for a file
-/// system without locks.
+/// Refuses a late lock for a disk that keeps no data, and for a file system without locks.
 fn check_late_lock(source: &DiskSource, settings: &ExportSettings) -> Result<()> {
     if !settings.late_lock || settings.read_only {
         return Ok(());
     }
     let lock = source.late_lock().with_context(|| {
         format!(
-            "{} cannot be locked late: that is for files and block devices that are written to; \
-             use --lock on or --lock off",
+            "{} cannot be locked late, because it keeps no data; use --lock on or --lock off",
             source.chain_text()
         )
     })?;
@@ -249,6 +247,7 @@ fn disk_options(settings: &ExportSettings) -> DiskOptions {
         direct: wanted_cache(settings).is_direct(),
         read_only: settings.read_only,
         no_lock: settings.opens_unlocked(),
+        late_lock: settings.late_lock && !settings.read_only,
         logical_block_bytes: settings.logical_block_bytes,
         ..DiskOptions::default()
     }

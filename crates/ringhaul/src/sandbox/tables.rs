@@ -55,6 +55,7 @@ pub(super) const TABLES: &[Table] = &[
         threads: &[
             "ringhaul",
             "ringhaul-client",
+            "ringhaul-lock",
             "ringhaul-open",
             "ringhaul-reload",
             "ringhaul-restore",
@@ -65,7 +66,7 @@ pub(super) const TABLES: &[Table] = &[
         uses_disks: true,
     },
     Table {
-        threads: &["ringhaul-close", "ringhaul-lock"],
+        threads: &["ringhaul-close"],
         calls: &[COMMON, LOOP, DATA, MESSAGES, FILES],
         uses_disks: true,
     },

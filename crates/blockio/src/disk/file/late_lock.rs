@@ -1,15 +1,16 @@
-//! A write lock that is held only while requests may come, so that their source can move to another
-//! process.
+//! The right to write to a disk, held only while requests may come, so that their source can move
+//! to another process.
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Advice, fadvise, fdatasync};
 use rustix::io::Errno;
 
 use super::lock::{Conflict, check_locks, in_use, try_lock, unlock};
+use super::source::FileSource;
+use crate::disk::source::DiskSource;
 use crate::error::Error;
 use crate::executor::Lock;
 use crate::file::claim::Claim;
@@ -17,28 +18,37 @@ use crate::op::{OpKind, OpenFile};
 
 /// The longest wait for the lock. The previous process releases it before requests come here, so
 /// there is a wait only after a kill or a mistake.
-const LIMIT: Duration = Duration::from_secs(10);
+pub const LATE_LOCK_PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The write lock of a file or a block device that was opened without a lock. Its users follow one
-/// another, each with a higher number.
+/// The right to write to a disk that was opened without a lock: the lock of its file, and the
+/// content that its layers keep in memory. Its users follow one another, each with a higher number.
 #[derive(Debug)]
 pub struct LateLock {
-    file: Arc<OpenFile>,
+    disk: DiskSource,
     users: Lock<Users>,
 }
 
 #[derive(Debug, Default)]
 struct Users {
-    /// The user for whom the file is locked, with the claim of this lock.
-    holder: Option<(u64, Claim)>,
-    /// The highest number of a user that needs the lock no more.
+    holder: Option<Holder>,
+    /// The highest number of a user whose use has ended.
     ended: u64,
 }
 
+/// The user for whom the disk is locked.
+#[derive(Debug)]
+struct Holder {
+    user: u64,
+    /// The claim of the lock. `None`: the disk is not in a local file.
+    _claim: Option<Claim>,
+    /// True if layers have read their content under this lock.
+    is_ready: bool,
+}
+
 impl LateLock {
-    pub(crate) fn new(file: Arc<OpenFile>) -> Self {
-        Self { file, users: Lock::default() }
+    pub(crate) fn new(disk: DiskSource) -> Self {
+        Self { disk, users: Lock::default() }
     }
 
     /// Checks that the file can be locked. Locks nothing.
@@ -47,100 +57,145 @@ impl LateLock {
     ///
     /// If its file system has no locks.
     pub fn check(&self) -> Result<(), Error> {
-        check_locks(&self.file).map_err(|error| self.unusable(&without_locks(&error)))
+        self.file().map_or(Ok(()), check_locks).map_err(|error| {
+            self.unusable(&format!("it cannot be locked: {}", without_locks(&error)))
+        })
     }
 
-    fn unusable(&self, error: &io::Error) -> Error {
-        let reason = format!("it cannot be locked: {error}");
-        Error::Unusable { path: self.file.path().to_owned(), reason }
-    }
-
-    /// Takes the lock for a user, and drops the pages of the file from the page cache: another host
-    /// may have written since they were read. Waits ten seconds at most for another user of the
-    /// file to release it.
+    /// Takes the lock for a user. Then drops the pages of the file from the page cache, and has
+    /// layers read their tables: another process may have written since these were read. Waits ten
+    /// seconds at most for another user of the file to release it.
     ///
     /// # Errors
     ///
-    /// If the file stays locked, its pages cannot be dropped, or the user has
+    /// If the disk stays locked, its content cannot be used, or the user has
     /// [released](Self::release) the lock already.
     pub fn take(&self, user: u64) -> Result<(), Error> {
-        let (path, end) = (self.file.path(), Instant::now() + LIMIT);
+        let end = Instant::now() + LATE_LOCK_PATIENCE;
         loop {
             let mut users = self.users.lock();
             if users.ended >= user {
-                let reason = "the front-end left before the disk was locked".to_owned();
-                return Err(Error::Unusable { path: path.to_owned(), reason });
+                return Err(self.unusable("the front-end left before the disk was locked"));
             }
             let conflict = match self.try_take(users.holder.take()) {
-                Ok(Ok(claim)) => {
-                    users.holder = Some((user, claim));
+                Ok(Ok(holder)) => {
+                    users.holder = Some(self.prepare(Holder { user, ..holder })?);
                     return Ok(());
                 }
                 Ok(Err(conflict)) => conflict,
-                Err(error) => return Err(self.unusable(&error)),
+                Err(error) => return Err(self.unusable(&format!("it cannot be locked: {error}"))),
             };
             drop(users);
-            if Instant::now() >= end {
-                return Err(in_use(path, &conflict));
+            if let Some(file) = self.file()
+                && Instant::now() >= end
+            {
+                return Err(in_use(file.path(), &conflict));
             }
             std::thread::sleep(PAUSE);
         }
     }
 
     /// Locks the file, which an earlier user of this lock may have locked.
-    fn try_take(&self, earlier: Option<(u64, Claim)>) -> io::Result<Result<Claim, Conflict>> {
-        if let Some((_, claim)) = earlier {
-            return Ok(Ok(claim));
+    fn try_take(&self, earlier: Option<Holder>) -> io::Result<Result<Holder, Conflict>> {
+        if let Some(holder) = earlier {
+            return Ok(Ok(holder));
         }
+        let holder = |claim| Holder { user: 0, _claim: claim, is_ready: false };
+        let Some(source) = self.disk.local() else { return Ok(Ok(holder(None))) };
+        let file = &*source.file;
         // Locks of one open file, which two disks may have, are not in each other's way.
-        let Some(claim) = Claim::new(&*self.file, true)? else { return Ok(Err(Conflict::Locked)) };
-        let locked = try_lock(&self.file, false).map_err(|error| without_locks(&error))?;
+        let Some(claim) = Claim::new(file, true)? else { return Ok(Err(Conflict::Locked)) };
+        let locked = try_lock(file, false).map_err(|error| without_locks(&error))?;
         if let Err(conflict) = locked {
             return Ok(Err(conflict));
         }
-        if let Err(errno) = fadvise(&*self.file, 0, None, Advice::DontNeed) {
-            unlock(&self.file, false);
+        if let Err(errno) = fadvise(file, 0, None, Advice::DontNeed) {
+            unlock(file, false);
             return Err(errno.into());
         }
-        Ok(Ok(claim))
+        source.set_exclusive(true);
+        Ok(Ok(holder(Some(claim))))
     }
 
-    /// Ends the use of a user. If the file is locked for that user, data that is still in caches is
-    /// written, for the next one may be on another machine. Then the lock is released. It stays if
-    /// data may be lost: the next process would report a flush of that data as a success.
+    /// Has layers read their content under a new lock, which is released if that fails.
+    fn prepare(&self, holder: Holder) -> Result<Holder, Error> {
+        if !holder.is_ready {
+            let begun = self.disk.hand_over().begin_use().and_then(|()| self.check_size());
+            begun.inspect_err(|_| {
+                let _ = self.disk.hand_over().end_use();
+                self.unlock();
+            })?;
+        }
+        Ok(Holder { is_ready: true, ..holder })
+    }
+
+    /// Refuses a disk that has become smaller: the front-end has been told of its size. A larger
+    /// size is noticed by its [probe](DiskSource::size_probe).
+    fn check_size(&self) -> Result<(), Error> {
+        if !self.disk.has_engine() {
+            // A server or a cluster announces its size.
+            return Ok(());
+        }
+        let (known, now) = (self.disk.info().size_bytes, self.disk.probe_size()?);
+        if now < known {
+            return Err(self.unusable(&format!(
+                "it has {now} bytes, and the front-end knows it with {known}; restore its size, or \
+                 start this daemon and the front-end again"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Ends the use of a user. If the disk is locked for that user, data and tables that are still
+    /// in caches are written, for the next one may be on another machine. Then the lock is
+    /// released. It stays if data may be lost: the next process would report a flush of that data
+    /// as a success.
     pub fn release(&self, user: u64) {
-        let is_holder = |users: &Users| users.holder.as_ref().is_some_and(|(by, _)| *by == user);
         let mut users = self.users.lock();
         users.ended = users.ended.max(user);
-        if !is_holder(&users) {
+        let Some(holder) = users.holder.as_mut().filter(|holder| holder.user == user) else {
             return;
-        }
-        // The storage may be slow. A later user may come meanwhile.
-        drop(users);
-        if let Err(error) = self.sync() {
-            let path = self.file.path().display();
+        };
+        holder.is_ready = false;
+        let ended = self.disk.hand_over().end_use();
+        let ended = ended.map_err(io::Error::other).and(self.sync());
+        if let Err(error) = ended {
+            let disk = self.disk.chain_text();
             tracing::error!(
-                "{path}: the lock stays, because written data may be lost: {error}; do not \
+                "{disk}: the lock stays, because written data may be lost: {error}; do not \
                  continue on another host; repair the storage and start again"
             );
             return;
         }
-        let mut users = self.users.lock();
-        if is_holder(&users) {
-            unlock(&self.file, false);
-            users.holder = None;
+        self.unlock();
+        users.holder = None;
+    }
+
+    fn unlock(&self) {
+        if let Some(source) = self.disk.local() {
+            source.set_exclusive(false);
+            unlock(&source.file, false);
         }
     }
 
     /// Writes the caches. Fails, too, if data was lost before.
     fn sync(&self) -> io::Result<()> {
-        let loss = self.file.loss();
+        let Some(file) = self.file() else { return Ok(()) };
+        let loss = file.loss();
         let tracked = loss.begin(OpKind::Flush);
-        let synced = fdatasync(self.file.as_fd());
+        let synced = fdatasync(file.as_fd());
         let errno = synced.map_or_else(Errno::raw_os_error, |()| 0);
         loss.end_op(tracked, OpKind::Flush, errno, Instant::now());
         synced?;
         loss.check()
+    }
+
+    fn file(&self) -> Option<&OpenFile> {
+        self.disk.local().map(|FileSource { file, .. }| &**file)
+    }
+
+    fn unusable(&self, reason: &str) -> Error {
+        self.disk.refused("", reason)
     }
 }
 
@@ -158,12 +213,14 @@ mod tests {
     use std::io::IoSliceMut;
     use std::os::unix::fs::FileExt;
     use std::path::Path;
+    use std::sync::Arc;
 
     use rustix::fs::{Mode, OFlags};
     use rustix::io::{ReadWriteFlags, preadv2};
 
     use super::*;
-    use crate::disk::{DiskOptions, DiskSource};
+    use crate::disk::DiskOptions;
+    use crate::disk::source::SourceKind;
 
     fn late(path: &Path) -> LateLock {
         let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
@@ -218,7 +275,7 @@ mod tests {
         disk.as_file().set_len(1 << 20).unwrap();
         let lock = late(disk.path());
         lock.take(1).unwrap();
-        let loss = lock.file.loss();
+        let loss = lock.file().unwrap().loss();
         let tracked = loss.begin(OpKind::Flush);
         loss.end_op(tracked, OpKind::Flush, libc::EIO, Instant::now());
         lock.release(1);
@@ -235,14 +292,18 @@ mod tests {
     fn a_file_that_cannot_be_locked_has_no_user() {
         let disk = tempfile::NamedTempFile::new().unwrap();
         disk.as_file().set_len(1 << 20).unwrap();
-        let written = File::options().write(true).open(disk.path()).unwrap();
-        let lock = LateLock::new(Arc::new(OpenFile::new(written, disk.path(), false)));
+        let on = |file: File| {
+            let mut source = late(disk.path()).disk;
+            let SourceKind::File(opened) = &mut source.kind else { unreachable!("it is a file") };
+            opened.file = Arc::new(OpenFile::new(file, disk.path(), false));
+            LateLock::new(source)
+        };
+        let lock = on(File::options().write(true).open(disk.path()).unwrap());
         let error = lock.take(1).unwrap_err().to_string();
         assert!(error.contains("cannot be locked") && error.contains("--lock off"), "{error}");
         assert!(is_free(disk.path()), "a part of the locks stays behind");
         let file = rustix::fs::open(disk.path(), OFlags::PATH, Mode::empty()).unwrap();
-        let lock = LateLock::new(Arc::new(OpenFile::new(file.into(), disk.path(), false)));
-        let error = lock.check().unwrap_err().to_string();
+        let error = on(file.into()).check().unwrap_err().to_string();
         assert!(error.contains("cannot be locked"), "{error}");
         late(disk.path()).check().unwrap();
     }
@@ -254,12 +315,30 @@ mod tests {
         let disk = tempfile::NamedTempFile::new().unwrap();
         disk.as_file().set_len(1 << 20).unwrap();
         let first = late(disk.path());
-        let second = LateLock::new(Arc::clone(&first.file));
+        let second = LateLock::new(first.disk.clone());
         first.take(1).unwrap();
         assert!(matches!(second.try_take(None), Ok(Err(Conflict::Locked))));
         first.release(1);
         second.take(3).unwrap();
         second.release(3);
+    }
+
+    /// The front-end would read beyond the end.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_that_has_become_smaller_is_refused() {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let lock = late(disk.path());
+        disk.as_file().set_len(1 << 19).unwrap();
+        let error = lock.take(1).unwrap_err().to_string();
+        assert!(error.contains("524288 bytes") && error.contains("with 1048576"), "{error}");
+        assert!(is_free(disk.path()), "a refused lock stays");
+        disk.as_file().set_len(1 << 21).unwrap();
+        lock.take(2).unwrap();
+        assert!(lock.disk.is_exclusive());
+        lock.release(2);
+        assert!(!lock.disk.is_exclusive() && is_free(disk.path()));
     }
 
     /// Another host may have written while it had the lock.

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fd::AsFd;
 use rustix::fs::{OFlags, SeekFrom, fcntl_getfl, fcntl_setfl};
@@ -37,7 +38,7 @@ pub(crate) struct FileSource {
     /// Present if requests may be smaller than the unit of direct I/O.
     pub(crate) blocks: Option<Arc<Blocks>>,
     /// See [`DiskSource::is_exclusive`](crate::disk::DiskSource::is_exclusive).
-    pub(crate) is_exclusive: bool,
+    pub(crate) is_exclusive: Arc<AtomicBool>,
 }
 
 impl FileSource {
@@ -180,9 +181,19 @@ impl FileSource {
             size_probe,
             end,
             blocks,
-            is_exclusive,
+            is_exclusive: Arc::new(is_exclusive.into()),
         };
         Ok((source, info))
+    }
+
+    /// See [`DiskSource::is_exclusive`](crate::disk::DiskSource::is_exclusive).
+    pub(crate) fn is_exclusive(&self) -> bool {
+        self.is_exclusive.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a lock was taken or released after the file was opened.
+    pub(crate) fn set_exclusive(&self, is_exclusive: bool) {
+        self.is_exclusive.store(is_exclusive, Ordering::Relaxed);
     }
 
     /// The present size, if the disk that was opened with `info` can have it.
@@ -287,7 +298,7 @@ impl FileSource {
             size_probe: None,
             end: Arc::new(FileEnd::unseen(512)),
             blocks: None,
-            is_exclusive: false,
+            is_exclusive: Arc::default(),
         }
     }
 

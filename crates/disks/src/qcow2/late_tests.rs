@@ -1,0 +1,202 @@
+//! Images that two processes have open, and use in turn.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use blockio::disk::LateLock;
+use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
+use iomem::Buffers;
+use tempfile::TempDir;
+
+use super::core::Layer;
+use crate::qcow2::consistency::mark;
+
+const DISK_BYTES: usize = 4 << 20;
+const CLUSTER: usize = 4096;
+
+struct Scene {
+    _folder: TempDir,
+    image: PathBuf,
+    thread: IoThread,
+}
+
+impl Scene {
+    /// Makes an image. `None` without qemu-img.
+    fn new(options: &[&str]) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"]).args(options);
+        if create.arg(&image).arg(DISK_BYTES.to_string()).status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return None;
+        }
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        Some(Self { _folder: folder, image, thread })
+    }
+
+    fn late(&self) -> Process {
+        let options = DiskOptions {
+            no_lock: true,
+            late_lock: true,
+            holds_image: true,
+            ..DiskOptions::default()
+        };
+        let file = DiskSource::file(&self.image, &options).unwrap();
+        let source = crate::qcow2::open_late(vec![Layer::qcow2(file).unwrap()]).unwrap();
+        Process { lock: source.late_lock().unwrap(), source }
+    }
+
+    /// Writes a cluster of this byte, and returns the content of the disk.
+    fn use_once(&self, process: &Process, cluster: usize, byte: u8) -> Vec<u8> {
+        let disk = process.source.attach(self.thread.io());
+        let data = Buffers::from_vec(vec![byte; CLUSTER]);
+        let written = disk.write((cluster * CLUSTER) as u64, data, false);
+        self.thread.block_on(written).unwrap().unwrap();
+        let all = Buffers::aligned(DISK_BYTES, 4096);
+        let found = all.duplicate();
+        self.thread.block_on(disk.read(0, all)).unwrap().unwrap();
+        found.to_vec()
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        std::fs::read(&self.image).unwrap()
+    }
+
+    /// Fails if the image has errors or leaks.
+    fn check(&self) {
+        let check = Command::new("qemu-img").arg("check").arg(&self.image).output().unwrap();
+        assert!(check.status.success(), "{check:?}");
+    }
+}
+
+/// One of the processes that have the image open.
+struct Process {
+    source: DiskSource,
+    lock: LateLock,
+}
+
+fn is_locked(image: &Path) -> bool {
+    let options = DiskOptions { at_once: true, holds_image: true, ..DiskOptions::default() };
+    DiskSource::file(image, &options).is_err()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn each_user_finds_the_data_of_the_one_before() {
+    for options in [&[][..], &["-o", "compat=0.10"], &["-o", "preallocation=metadata"]] {
+        let Some(scene) = Scene::new(options) else { return };
+        let processes = [scene.late(), scene.late()];
+        let mut expected = vec![0; DISK_BYTES];
+        for turn in 0..10 {
+            let process = &processes[turn % 2];
+            assert!(!is_locked(&scene.image));
+            process.lock.take(turn as u64 + 1).unwrap();
+            assert!(is_locked(&scene.image));
+            // New clusters, and clusters of the user before. They lie in the first table and in
+            // further ones.
+            for cluster in [turn, turn + 1, 700 + turn, 1023 - turn] {
+                let byte = 1 + u8::try_from(turn).unwrap();
+                expected[cluster * CLUSTER..(cluster + 1) * CLUSTER].fill(byte);
+                let found = scene.use_once(process, cluster, byte);
+                assert!(found == expected, "{options:?}: turn {turn}");
+            }
+            process.lock.release(turn as u64 + 1);
+            scene.check();
+            assert!(!mark::is_set(&scene.bytes()), "the next user checks all of the image");
+        }
+    }
+}
+
+/// Another process writes to the image until the lock is taken, and after its release.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_is_not_touched_without_its_lock() {
+    let Some(scene) = Scene::new(&[]) else { return };
+    let owner = scene.late();
+    owner.lock.take(1).unwrap();
+    scene.use_once(&owner, 7, 9);
+    let before = scene.bytes();
+    let early = scene.late();
+    assert!(early.source.set_size(8 << 20, || ()).is_err(), "it has no lock");
+    // A request that comes too early fails.
+    let disk = early.source.attach(scene.thread.io());
+    for byte in [1, 2] {
+        let data = Buffers::from_vec(vec![byte; CLUSTER]);
+        assert!(scene.thread.block_on(disk.write(0, data, false)).unwrap().is_err());
+        assert!(scene.thread.block_on(disk.discard(7 * CLUSTER as u64, 4096)).unwrap().is_err());
+    }
+    drop((disk, early));
+    assert!(scene.bytes() == before, "it was changed without its lock");
+
+    owner.lock.release(1);
+    let before = scene.bytes();
+    let late = owner.source.attach(scene.thread.io());
+    let data = Buffers::from_vec(vec![3; CLUSTER]);
+    assert!(scene.thread.block_on(late.write(0, data, false)).unwrap().is_err());
+    drop((late, owner));
+    assert!(scene.bytes() == before, "it was changed after the release");
+}
+
+/// The counts of a user that was killed are checked and repaired as at a start.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_that_a_killed_user_has_left_is_repaired() {
+    let Some(scene) = Scene::new(&[]) else { return };
+    let next = scene.late();
+    {
+        let killed = scene.late();
+        killed.lock.take(1).unwrap();
+        scene.use_once(&killed, 7, 9);
+        let left = scene.bytes();
+        killed.lock.release(1);
+        std::fs::write(&scene.image, left).unwrap();
+    }
+    assert!(mark::is_set(&scene.bytes()));
+    next.lock.take(2).unwrap();
+    let found = scene.use_once(&next, 8, 9);
+    assert!(found[7 * CLUSTER..9 * CLUSTER].iter().all(|byte| *byte == 9));
+    next.lock.release(2);
+    assert!(!mark::is_set(&scene.bytes()));
+    scene.check();
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_that_has_become_another_one_is_refused() {
+    let Some(scene) = Scene::new(&[]) else { return };
+    let process = scene.late();
+    let qemu_img = |arguments: &[&str]| {
+        let mut command = Command::new("qemu-img");
+        assert!(command.args(arguments).arg(&scene.image).arg("1M").status().unwrap().success());
+    };
+    let take = |user| process.lock.take(user).map_err(|error| error.to_string());
+    qemu_img(&["resize", "-q", "--shrink"]);
+    let refused = take(1).unwrap_err();
+    assert!(refused.contains("1048576 bytes") && refused.contains("4194304"), "{refused}");
+    assert!(!is_locked(&scene.image), "a refused lock stays");
+    let base = scene.image.with_file_name("base");
+    std::fs::write(&base, [0; 1 << 20]).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base.to_string_lossy(), "-F", "raw"]);
+    let refused = take(2).unwrap_err();
+    assert!(refused.contains("another backing file"), "{refused}");
+    std::fs::write(&scene.image, vec![0; 1 << 20]).unwrap();
+    assert!(take(3).is_err());
+    assert!(!is_locked(&scene.image));
+}
+
+/// It may have grown on a second host.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_larger_size_is_found_by_the_probe() {
+    let Some(scene) = Scene::new(&[]) else { return };
+    let processes = [scene.late(), scene.late()];
+    processes[0].lock.take(1).unwrap();
+    processes[0].source.set_size(2 * DISK_BYTES as u64, || ()).unwrap();
+    processes[0].lock.release(1);
+    processes[1].lock.take(2).unwrap();
+    let probe = processes[1].source.size_probe().unwrap();
+    assert_eq!(probe.size_bytes().unwrap(), Some(2 * DISK_BYTES as u64));
+    assert_eq!(processes[1].source.refresh().unwrap(), 2 * DISK_BYTES as u64);
+    processes[1].lock.release(2);
+}
