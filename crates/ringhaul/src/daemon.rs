@@ -8,6 +8,7 @@ pub(crate) mod hand_over;
 mod keeping;
 pub(crate) mod process_status;
 pub(crate) mod reload;
+mod resizing;
 pub(crate) mod saved_state;
 mod watch;
 
@@ -17,7 +18,6 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use blockio::DiskSource;
 use blockio::executor::Lock;
 use device::Device;
 use device::access::DiskAccess;
@@ -28,6 +28,7 @@ use crate::control::{
     ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
 };
 use crate::daemon::format::ProcessOptions;
+use crate::daemon::resizing::{check_lock, resize_disk};
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::fd_store::FdStore;
 use crate::log::export_span;
@@ -302,6 +303,7 @@ impl Daemon {
         let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
             changing;
+        let disk_locks = changing.disk_locks.filter(|_| unit.is_locked_late(&settings));
         unit.check(&settings.rules).map_err(CommandError::Invalid)?;
         let named = unit.disk(&settings);
         let unless_given_up = |error| match cancel_token.is_active() {
@@ -321,12 +323,17 @@ impl Daemon {
         }
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, (&log_name, &mut disk), choice)?;
-        unit.add_to(&device, &name, &disk, &self.shared_disks)?;
+        let locked = disk_locks.iter().try_for_each(|locks| locks.add(place, &disk.source));
+        locked.map_err(anyhow::Error::from)?;
+        let unlock = || disk_locks.iter().for_each(|locks| locks.remove(place));
+        let added = unit.add_to(&device, &name, &disk, &self.shared_disks);
+        added.inspect_err(|_| unlock())?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !lock.add_unit(unit, disk.source, asked) {
             if let Some(unit) = device.remove_unit(place.address()) {
                 unit.close();
             }
+            unlock();
             return Err(unless_given_up(CommandError::Unknown(export.clone())));
         }
         drop(device);
@@ -337,7 +344,7 @@ impl Daemon {
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
         let (changing, lock) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
-        let ChangingUnit { log_name, device, removed, .. } = changing;
+        let ChangingUnit { log_name, device, removed, disk_locks, .. } = changing;
         let unit = device.remove_unit(place.address());
         // The caller waits, without a time limit, for the end of the unit's requests and for the
         // file system. Afterwards the disk can be opened again.
@@ -345,6 +352,7 @@ impl Daemon {
         if let Some(unit) = unit {
             lock.close_unit(|| unit.close());
         }
+        disk_locks.iter().for_each(|locks| locks.remove(place));
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
         Ok(Reply::UnitRemoved)
@@ -357,9 +365,12 @@ impl Daemon {
         wanted: NewSize,
     ) -> Result<Reply, CommandError> {
         let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
-        let ResizingDisk { log_name, device, disk, .. } = resizing;
+        let ResizingDisk { log_name, device, disk, is_locked, .. } = resizing;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let before = disk.info().size_bytes;
+        check_lock(is_locked, wanted)
+            .with_context(|| format!("cannot resize {what} of {export}"))
+            .map_err(CommandError::Invalid)?;
         let _resizing = self.shared_disks.begin_resize(&disk);
         // Other exports may have opened the same disk separately.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
@@ -463,26 +474,6 @@ impl Shutdown {
         }
         Ok(outcome)
     }
-}
-
-/// Resizes a disk, unless that would cut off data without permission. `cut_off` stops the use of
-/// data beyond the new size.
-fn resize_disk(disk: &DiskSource, wanted: NewSize, cut_off: impl FnOnce(u64)) -> Result<u64> {
-    let Some(size) = wanted.size_bytes else {
-        disk.probe_space()?;
-        return Ok(disk.refresh()?);
-    };
-    // Another program may have enlarged the disk a moment ago.
-    let outside = disk.size_probe().map(|outside| outside.size_bytes()).transpose()?.flatten();
-    let covered = disk.covered_bytes()?.max(outside.unwrap_or(0));
-    if size < covered && !wanted.shrink {
-        bail!(
-            "it has {covered} bytes, and data beyond byte {size} would be lost; to truncate it, \
-             repeat the command with `--shrink` (`shrink` in a request)"
-        );
-    }
-    disk.set_size(size, || cut_off(size))?;
-    Ok(size)
 }
 
 /// Returns the state that a disk of a device shares with other exports. `None` if its unit is being

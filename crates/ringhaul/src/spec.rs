@@ -112,9 +112,6 @@ impl ExportSpec {
                      that keeps an inflight region"
                 );
             }
-            if self.settings.late_lock {
-                bail!("a late lock is for virtio-blk devices only; use --lock on or --lock off");
-            }
             if self.settings.num_queues > Some(REQUEST_QUEUES_MAX) {
                 bail!(
                     "a virtio-scsi device has at most {REQUEST_QUEUES_MAX} request queues; lower \

@@ -15,7 +15,7 @@ use blockio::DiskSource;
 use device::Peaks;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fd::AsFd;
-use vhost_user::{End, Examiner, Session, SessionProgress, SessionSetup};
+use vhost_user::{End, Examiner, RunLock, Session, SessionProgress, SessionSetup};
 
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
@@ -55,6 +55,8 @@ pub(super) struct Export {
     pub(super) changing: Vec<DiskChange>,
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
+    /// The locks that a session holds while queues run. `None`: they do not depend on sessions.
+    disk_locks: Option<Arc<DiskLocks>>,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
     fd_store: Option<Arc<FdStore>>,
@@ -97,7 +99,8 @@ impl Export {
         let (spec, registration, removal_waiters) = export.serve();
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
-        let run_lock = DiskLocks::of_export(&spec, &disks);
+        let disk_locks = DiskLocks::of_export(&spec, &disks);
+        let run_lock = disk_locks.clone().map(|locks| locks as Arc<dyn RunLock>);
         let setup = SessionSetup { device, threads, rules, examiner, run_lock, waker };
         Self {
             spec,
@@ -105,6 +108,7 @@ impl Export {
             changing: Vec::new(),
             log,
             setup,
+            disk_locks,
             limits,
             groups,
             fd_store,

@@ -12,6 +12,7 @@ use device::scsi::ScsiDevice;
 use disks::open::CancelToken;
 use rustix::fd::OwnedFd;
 
+use super::disk_locks::DiskLocks;
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::fd_store::FdStore;
@@ -67,6 +68,8 @@ pub(crate) struct ChangingUnit {
     pub(crate) cancel_token: CancelToken,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
+    /// The locks of the disks beside it, if they are taken late.
+    pub(crate) disk_locks: Option<Arc<DiskLocks>>,
 }
 
 /// A disk whose size is changing.
@@ -77,6 +80,8 @@ pub(crate) struct ResizingDisk {
     pub(crate) log_name: String,
     pub(crate) device: Device,
     pub(crate) disk: DiskSource,
+    /// False while its lock, which is taken late, is free for other programs.
+    pub(crate) is_locked: bool,
 }
 
 /// The disks of all exports. They stay the same until the control thread wakes again.

@@ -175,12 +175,18 @@ impl UnitSpec {
         device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
 
+    /// Returns true if the disk of the unit is locked only while queues of the export run.
+    pub(crate) fn is_locked_late(&self, export: &ExportSettings) -> bool {
+        self.disk(export).1.late_lock
+    }
+
     /// The disk behind the unit, with the settings to open it.
     pub(crate) fn disk(&self, export: &ExportSettings) -> (DiskSpec, ExportSettings) {
         let own = &self.settings;
         let settings = ExportSettings {
             read_only: own.read_only.unwrap_or(export.read_only),
             no_lock: own.no_lock.unwrap_or(export.no_lock),
+            late_lock: export.late_lock && own.no_lock != Some(true),
             cache: own.cache.or(export.cache),
             logical_block_bytes: own.logical_block_bytes.or(export.logical_block_bytes),
             rules: own.rules(&export.rules),

@@ -75,6 +75,7 @@ impl Export {
             endpoint,
             cancel_token,
             removed,
+            disk_locks: self.disk_locks.clone(),
         })
     }
 
@@ -115,7 +116,8 @@ impl Export {
         let kind = DiskChangeKind::Resizing { identity, is_local };
         self.changing.push(DiskChange { place, kind, blocks_hand_over: true });
         let log_name = self.log.name().to_owned();
-        Ok(ResizingDisk { id: self.id(), log_name, device, disk })
+        let is_locked = self.disk_locks.as_ref().is_none_or(|locks| locks.are_held());
+        Ok(ResizingDisk { id: self.id(), log_name, device, disk, is_locked })
     }
 
     /// The index of the disk at this place.
