@@ -253,6 +253,12 @@ impl Running {
         &self.stderr
     }
 
+    /// All of its standard error so far.
+    pub fn log(&mut self) -> &str {
+        self.stderr.extend(self.lines.try_iter().map(|line| line + "\n"));
+        &self.stderr
+    }
+
     /// The process of the command.
     #[must_use]
     pub fn pid(&self) -> Pid {

@@ -98,6 +98,8 @@ pub enum Vmm {
         layout: RingLayout,
         /// True if the guest comes from another QEMU.
         is_target: bool,
+        /// True for a virtio-scsi device.
+        is_scsi: bool,
     },
     /// Alioth: virtio-pci, never connects again.
     Alioth(PathBuf),
@@ -192,16 +194,17 @@ impl Vmm {
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory", "-qmp"])
                     .arg(format!("unix:{},server=on,wait=off", monitor.display()));
             }
-            Self::QemuMoved { is_target, .. } => {
+            Self::QemuMoved { is_target, is_scsi, .. } => {
+                let device = match is_scsi {
+                    true => "vhost-user-scsi-pci,chardev=disk,num_queues=2,disable-legacy=on",
+                    false => "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on",
+                };
                 let monitor = folder.join("qmp");
                 command
                     .args(QEMU)
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory"])
                     .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
-                    .arg("-device")
-                    .arg(format!(
-                        "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on{properties}"
-                    ))
+                    .args(["-device", &format!("{device}{properties}")])
                     .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
                 if *is_target {
                     command.args(["-incoming", "defer"]);
@@ -315,17 +318,25 @@ impl KvmGuest {
     /// # Errors
     /// If the guest finds an error, stands still, or has ended.
     pub fn wait_rounds(&mut self, more: u64) -> Result<()> {
-        self.wait_for_round(self.round() + more)
+        self.wait_for_round_unless(self.round() + more, || None)
     }
 
-    /// Waits until this round is over.
+    /// Waits until this round is over, or its disk is known to have failed, with the reason.
     ///
     /// # Errors
-    /// If the guest finds an error, stands still, or has ended.
-    pub fn wait_for_round(&mut self, wanted: u64) -> Result<()> {
+    /// If the guest finds an error, stands still, or has ended, or its disk has failed.
+    pub fn wait_for_round_unless(
+        &mut self,
+        wanted: u64,
+        mut disk_failure: impl FnMut() -> Option<String>,
+    ) -> Result<()> {
         let mut ended = None;
         let waited = retry(LIMIT, || {
             let console = self.console();
+            if let Some(failure) = disk_failure() {
+                ended = Some(format!("{console}\n{failure}"));
+                return Ok(());
+            }
             let has_failed = console.lines().any(|line| line.starts_with("failed: "));
             if has_failed || self.monitor.try_wait()?.is_some() {
                 ended = Some(console);
@@ -335,7 +346,7 @@ impl KvmGuest {
             Ok(())
         });
         if let Some(console) = ended {
-            bail!("the guest has ended:\n{console}");
+            bail!("the guest cannot continue:\n{console}");
         }
         waited.with_context(|| format!("the guest stands still:\n{}", self.console()))
     }
@@ -393,16 +404,30 @@ impl Mover {
         Ok(())
     }
 
-    /// Waits until the move has this status.
+    /// Waits until the move has this status. Returns the downtime in milliseconds, after a complete
+    /// move.
     ///
     /// # Errors
-    /// If it does not get the status in time.
-    pub fn wait_for(&mut self, status: &str) -> Result<()> {
+    /// If it does not get the status in time, or fails.
+    pub fn wait_for(&mut self, status: &str) -> Result<Option<u64>> {
+        let mut last = serde_json::Value::Null;
         retry(LIMIT, || {
-            let answer = self.0.execute("query-migrate")?;
-            ensure!(answer["status"] == status, "the move is not {status}: {answer}");
+            last = self.0.execute("query-migrate")?;
+            let has_ended = ["failed", "completed", "cancelled"].map(|end| last["status"] == end);
+            ensure!(has_ended.contains(&true), "the move is not {status}: {last}");
             Ok(())
-        })
+        })?;
+        ensure!(last["status"] == status, "the move is not {status}: {last}");
+        Ok(last["downtime"].as_u64())
+    }
+
+    /// Lets the guest of a source continue there, after a complete move.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn resume(&mut self) -> Result<()> {
+        self.0.execute("cont")?;
+        Ok(())
     }
 }
 

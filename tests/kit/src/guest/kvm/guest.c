@@ -1,4 +1,4 @@
-/* A guest that drives one virtio block device from user mode by polling its rings, and verifies
+/* A guest that drives one virtio block device, or the first disk of a SCSI device, from user mode by polling its rings, and verifies
  * each answer. It reports its progress on the serial port: `round N` after each round of requests,
  * `reset at round N` after a reset of the device, `failed: ...` for the first fault.
  *
@@ -110,6 +110,10 @@ static void set_features(u32 half, u32 value) {
     put(mmio ? mmio + 0x20 : common + 12, value);
 }
 
+/* The virtqueue of the device that a queue of this guest is. A SCSI device has two of its own. */
+static int is_scsi;
+static u32 place_of(u32 index) { return is_scsi ? index + 2 : index; }
+
 /* The rings. */
 
 struct desc {
@@ -155,14 +159,24 @@ struct place {
 };
 
 struct slot {
+    union {
+        struct {
+            u32 type, reserved;
+            u64 sector;
+        } header;
+        struct {
+            u8 lun[8], tag[8], attributes[3], command[32];
+        } scsi;
+    };
     struct {
-        u32 type, reserved;
-        u64 sector;
-    } header;
+        u32 sense_bytes, residual;
+        u16 qualifier;
+        u8 status, response, sense[96];
+    } answer;
     u8 status;
     u8 busy;
     u16 descs;
-    u32 type, block, blocks;
+    u32 type, block, blocks, bytes;
     u8 data[RUN_MAX * BLOCK_BYTES] __attribute__((aligned(4096)));
 };
 
@@ -219,7 +233,7 @@ static void set_up_queue(u32 index) {
         kicks[index] = mmio + 0x50;
         return;
     }
-    *(volatile u16 *)(common + 22) = index;
+    *(volatile u16 *)(common + 22) = place_of(index);
     *(volatile u16 *)(common + 24) = size;
     put64(common + 32, desc);
     put64(common + 40, avail);
@@ -245,6 +259,13 @@ static void set_up_device(void) {
     if (!(get_status() & 8))
         fail("the device refuses the features", features);
     u8 *config = mmio ? mmio + 0x100 : configuration;
+    if (is_scsi) {
+        queue_count = get(config) < QUEUES ? 1 : QUEUES;
+        for (u32 index = 0; index < queue_count; index++)
+            set_up_queue(index);
+        set_status(15);
+        return;
+    }
     if (get(config) < BLOCKS * (BLOCK_BYTES / 512) && get(config + 4) == 0)
         fail("sectors of the disk: ", get(config));
     queue_count = 1;
@@ -259,7 +280,7 @@ static void kick(u32 index) {
     if (mmio)
         put(kicks[index], index);
     else
-        *(volatile u16 *)kicks[index] = index;
+        *(volatile u16 *)kicks[index] = place_of(index);
 }
 
 static void step(struct place *place, u16 descs) {
@@ -302,6 +323,46 @@ static void offer_packed(u32 index, u32 place, u32 data_bytes) {
         kick(index);
 }
 
+/* Describes the slot's request as a SCSI command. */
+static void describe_command(struct slot *slot, struct desc *desc, u16 head, u32 data_bytes) {
+    int to_device = slot->type == OUT;
+    static const u8 lun[8] = {1, 0, 0x40};
+    u8 *command = slot->scsi.command;
+    clear(&slot->header, sizeof slot->scsi / 8 * 8);
+    for (u32 i = 0; i < 8; i++)
+        slot->scsi.lun[i] = lun[i];
+    for (u32 i = 0; i < sizeof slot->scsi.command; i++)
+        command[i] = 0;
+    command[0] = slot->type == IN    ? 0x88
+                 : slot->type == OUT ? 0x8a
+                 : slot->type == FLUSH ? 0x91
+                 : slot->type == GET_ID ? 0x12
+                                        : 0xff;
+    if (slot->type == GET_ID)
+        command[4] = data_bytes;
+    if (slot->type == IN || slot->type == OUT) {
+        u32 sector = slot->block * (BLOCK_BYTES / 512), sectors = data_bytes / 512;
+        for (u32 i = 0; i < 4; i++) {
+            command[6 + i] = sector >> (24 - 8 * i);
+            command[10 + i] = sectors >> (24 - 8 * i);
+        }
+    }
+    slot->answer.status = slot->answer.response = 0xff;
+    struct desc answer = {(u64)&slot->answer, sizeof slot->answer, 2, 0};
+    desc[0] = (struct desc){(u64)&slot->scsi, sizeof slot->scsi, 1, head + 1};
+    if (data_bytes == 0) {
+        desc[1] = answer;
+    } else if (to_device) {
+        desc[1] = (struct desc){(u64)slot->data, data_bytes, 1, head + 2};
+        desc[2] = answer;
+    } else {
+        answer.flags = 3;
+        answer.next = head + 2;
+        desc[1] = answer;
+        desc[2] = (struct desc){(u64)slot->data, data_bytes, 2, 0};
+    }
+}
+
 /* Makes the slot's request available, in the slot's descriptors. */
 static void offer(u32 index, u32 place, u32 data_bytes) {
     struct queue *queue = &queues[index];
@@ -313,6 +374,7 @@ static void offer(u32 index, u32 place, u32 data_bytes) {
     slot->header.sector = (u64)slot->block * (BLOCK_BYTES / 512);
     slot->status = 0xff;
     slot->busy = 1;
+    slot->bytes = data_bytes;
     if (IS_PACKED) {
         offer_packed(index, place, data_bytes);
         return;
@@ -322,6 +384,8 @@ static void offer(u32 index, u32 place, u32 data_bytes) {
     desc[2] = (struct desc){(u64)&slot->status, 1, 2, 0};
     if (data_bytes == 0)
         desc[0].next = head + 2;
+    if (is_scsi)
+        describe_command(slot, desc, head, data_bytes);
     u16 idx = queue->avail.idx;
     queue->avail.ring[idx % QUEUE_SIZE] = head;
     asm volatile("mfence" ::: "memory");
@@ -358,6 +422,20 @@ static int take_place(u32 index, u32 *place) {
     return 1;
 }
 
+/* Returns true for a unit attention: the device reports a change, and has not carried out the
+ * command. */
+static int has_attention(struct slot *slot) {
+    return is_scsi && slot->answer.response == 0 && slot->answer.status == 2 &&
+           (slot->answer.sense[2] & 15) == 6;
+}
+
+/* The status of an answer: 0 for success, 2 for a command that the device does not know. */
+static u8 status_of(struct slot *slot) {
+    if (!is_scsi)
+        return slot->status;
+    return slot->answer.response ? 0x10 + slot->answer.response : slot->answer.status;
+}
+
 /* Takes and checks all available answers. Returns their number. */
 static u32 take_answers(u32 index) {
     u32 count = 0, place;
@@ -365,8 +443,12 @@ static u32 take_answers(u32 index) {
         if (place >= DEPTH || !slots[index][place].busy)
             fail("an answer to a request that was not made: ", place);
         struct slot *slot = &slots[index][place];
-        if (slot->status != (slot->type == UNKNOWN ? 2 : 0))
-            fail("status: ", slot->status);
+        if (has_attention(slot)) {
+            offer(index, place, slot->bytes);
+            continue;
+        }
+        if (status_of(slot) != (slot->type == UNKNOWN ? 2 : 0))
+            fail("status: ", status_of(slot));
         if (slot->type == IN || slot->type == OUT) {
             u64 *words = (u64 *)slot->data;
             for (u32 i = 0; i < slot->blocks * (BLOCK_BYTES / 8); i++) {
@@ -491,8 +573,10 @@ static u8 *bar_of(u32 device, u32 bar) {
 /* virtio 1.3, 4.1.4: vendor-specific capabilities. */
 static int find_on_pci(void) {
     for (u32 device = 0; device < 32; device++) {
-        if (read_pci(device, 0) != 0x10421af4)
+        u32 id = read_pci(device, 0);
+        if (id != 0x10421af4 && id != 0x10481af4)
             continue;
+        is_scsi = id == 0x10481af4;
         /* Enable memory accesses and bus mastering. */
         u32 command = read_pci(device, 4);
         out32(0xcf8, 0x80000000 | device << 11 | 4);

@@ -1,0 +1,221 @@
+//! Two daemons, their disk, and the QEMUs between which a guest moves.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
+use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lacks_kvm};
+use ringhaul_kit::nbd_server::NbdServer;
+use ringhaul_kit::system::{is_installed, print_skipped};
+use ringhaul_tools::process::{output, retry};
+use rustix::process::Signal;
+
+use crate::LIMIT;
+
+/// A limit that no move of this guest reaches, and one with which a move does not end.
+pub(super) const FAST: u64 = 1 << 30;
+pub(super) const SLOW: u64 = 64 << 10;
+
+/// The variable with the number of moves of a guest, 3 by default.
+const MOVES: &str = "RINGHAUL_MOVES";
+
+/// The number of moves of a guest.
+pub(super) fn moves() -> Result<u32> {
+    match std::env::var(MOVES) {
+        Ok(moves) => moves.parse().with_context(|| format!("{MOVES}={moves} is no number")),
+        Err(_) => Ok(3),
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Device {
+    Blk,
+    /// virtio-blk with packed rings.
+    PackedBlk,
+    Scsi,
+}
+
+impl Device {
+    fn layout(self) -> RingLayout {
+        match self {
+            Self::Blk | Self::Scsi => RingLayout::Split,
+            Self::PackedBlk => RingLayout::Packed,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DiskKind {
+    Raw,
+    Qcow2,
+    Nbd,
+}
+
+impl DiskKind {
+    /// False for a disk without locks.
+    pub(super) fn has_locks(self) -> bool {
+        self != Self::Nbd
+    }
+}
+
+/// The two daemons, `a` and `b`, and the disk of both.
+pub(super) struct Scene {
+    folders: TestFolders,
+    device: Device,
+    kind: DiskKind,
+    options: Vec<String>,
+    daemons: BTreeMap<&'static str, Running>,
+    server: Option<NbdServer>,
+}
+
+/// A QEMU.
+pub(super) struct Place {
+    pub(super) guest: KvmGuest,
+    pub(super) monitor: Mover,
+}
+
+impl Scene {
+    /// Starts both daemons. `None` if a program is missing here.
+    pub(super) fn new(device: Device, kind: DiskKind, options: &[&str]) -> Result<Option<Self>> {
+        if let Some(reason) = lacks_kvm() {
+            print_skipped(&reason);
+            return Ok(None);
+        }
+        if kind == DiskKind::Nbd && !is_installed("qemu-nbd") {
+            return Ok(None);
+        }
+        let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
+        let disk = folders.path("disk");
+        if kind == DiskKind::Qcow2 {
+            let mut create = Command::new("qemu-img");
+            create.args(["create", "-q", "-f", "qcow2"]).arg(&disk);
+            output(create.arg(KVM_DISK_BYTES.to_string()))?;
+        } else {
+            folders.disk("disk", KVM_DISK_BYTES)?;
+        }
+        let server = match kind {
+            DiskKind::Nbd => Some(NbdServer::start_qemu_nbd(&folders, &disk)?),
+            DiskKind::Raw | DiskKind::Qcow2 => None,
+        };
+        let options = options.iter().map(|&option| option.to_owned()).collect();
+        let daemons = BTreeMap::new();
+        let mut scene = Self { folders, device, kind, options, daemons, server };
+        scene.serve("a")?;
+        scene.serve("b")?;
+        Ok(Some(scene))
+    }
+
+    /// Starts a daemon.
+    pub(super) fn serve(&mut self, name: &'static str) -> Result<()> {
+        let path = self.disk().display().to_string();
+        let disk = match (self.kind, &self.server) {
+            (DiskKind::Nbd, Some(server)) => server.uri("disk"),
+            (DiskKind::Qcow2, _) => format!("qcow2:{path}"),
+            _ => path,
+        };
+        let mut command = ringhaul()?;
+        command.arg("serve").arg("--socket-path").arg(self.folders.socket(name));
+        command.args(["--lock", "late", "--num-queues", "2"]).args(&self.options);
+        match self.device {
+            Device::Blk | Device::PackedBlk => command.args(["--disk", &disk]),
+            Device::Scsi => command.args(["--device", "scsi", "--lun", &format!("0,disk={disk}")]),
+        };
+        self.daemons.insert(name, Running::serve(&mut command)?);
+        Ok(())
+    }
+
+    /// Kills a daemon, and waits for its end.
+    pub(super) fn kill(&mut self, name: &str) -> Result<()> {
+        let mut daemon = self.daemons.remove(name).context("no such daemon")?;
+        daemon.signal(Signal::KILL)?;
+        daemon.finish()?;
+        Ok(())
+    }
+
+    /// Waits for a line in the log of a daemon.
+    pub(super) fn wait_for_log(&mut self, name: &str, text: &str) -> Result<()> {
+        self.daemons.get_mut(name).context("no such daemon")?.wait_for(text).map(drop)
+    }
+
+    fn disk(&self) -> PathBuf {
+        self.folders.path("disk")
+    }
+
+    /// Starts a QEMU with a guest, or one that waits for a guest.
+    pub(super) fn start(&self, name: &str, is_target: bool) -> Result<Place> {
+        let is_scsi = self.device == Device::Scsi;
+        let vmm = Vmm::QemuMoved { layout: self.device.layout(), is_target, is_scsi };
+        let guest = KvmGuest::start(&vmm, &self.folders.socket(name))?;
+        let monitor = Mover::new(&guest)?;
+        Ok(Place { guest, monitor })
+    }
+
+    /// Starts a QEMU that waits for a guest at the second result.
+    pub(super) fn target(&self, name: &str) -> Result<(Place, PathBuf)> {
+        let socket = self.folders.socket("move");
+        let _ = std::fs::remove_file(&socket);
+        let mut target = self.start(name, true)?;
+        target.monitor.accept(&socket)?;
+        Ok((target, socket))
+    }
+
+    /// Moves a guest to a QEMU at the daemon `to`, and waits until it runs there. Returns the
+    /// downtime in milliseconds.
+    pub(super) fn move_to(&mut self, to: &str, mut source: Place) -> Result<(Place, u64)> {
+        let (mut target, socket) = self.target(to)?;
+        self.move_between(&mut source, &mut target, &socket)?;
+        let downtime = source.monitor.wait_for("completed")?;
+        Ok((target, downtime.context("QEMU reports no downtime")?))
+    }
+
+    /// Moves a guest, and waits until it runs at the target. Returns its last round at the source.
+    pub(super) fn move_between(
+        &mut self,
+        source: &mut Place,
+        target: &mut Place,
+        socket: &Path,
+    ) -> Result<u64> {
+        source.monitor.begin(socket, FAST)?;
+        source.monitor.wait_for("completed")?;
+        let round = source.guest.round();
+        target.guest.wait_for_round_unless(round + 2, || self.lock_failure())?;
+        ensure!(source.guest.round() == round, "the guest runs twice");
+        Ok(round)
+    }
+
+    /// The line about a lock that a daemon has not obtained.
+    fn lock_failure(&mut self) -> Option<String> {
+        let mut logs = self.daemons.values_mut();
+        logs.find_map(|daemon| {
+            let mut lines = daemon.log().lines();
+            lines.find(|line| line.contains("without the lock of the disk")).map(str::to_owned)
+        })
+    }
+
+    /// Returns true if a program of QEMU finds the file of the disk locked for writing.
+    pub(super) fn is_locked(&self) -> Result<bool> {
+        if self.kind == DiskKind::Nbd {
+            // The server has it open.
+            return Ok(false);
+        }
+        let mut command = Command::new("qemu-io");
+        let output = command.args(["-f", "raw", "-c", "read 0 512"]).arg(self.disk()).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success() || said.contains("lock"), "{said}");
+        Ok(!output.status.success())
+    }
+
+    /// Waits until the image is closed, and checks it for errors and leaks.
+    pub(super) fn check_image(&self) -> Result<()> {
+        if self.kind != DiskKind::Qcow2 {
+            return Ok(());
+        }
+        retry(LIMIT, || {
+            ensure!(!self.is_locked()?, "the image is still in use");
+            Ok(())
+        })?;
+        output(Command::new("qemu-img").arg("check").arg(self.disk())).map(drop)
+    }
+}
