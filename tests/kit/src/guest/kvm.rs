@@ -31,7 +31,7 @@ pub const KVM_DISK_BYTES: u64 = 16 << 20;
 const ALIOTH_VERSION: &str = "0.12.0";
 
 /// The limit of a wait for a line of the guest.
-const LIMIT: Duration = Duration::from_secs(180);
+pub(super) const LIMIT: Duration = Duration::from_secs(180);
 
 /// The time until a monitor listens for commands.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -195,10 +195,7 @@ impl Vmm {
                     .arg(format!("unix:{},server=on,wait=off", monitor.display()));
             }
             Self::QemuMoved { is_target, is_scsi, .. } => {
-                let device = match is_scsi {
-                    true => "vhost-user-scsi-pci,chardev=disk,num_queues=2,disable-legacy=on",
-                    false => "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on",
-                };
+                let device = moved_device(*is_scsi);
                 let monitor = folder.join("qmp");
                 command
                     .args(QEMU)
@@ -241,6 +238,14 @@ impl Vmm {
             }
         }
         Ok(command)
+    }
+}
+
+/// The device of [`Vmm::QemuMoved`].
+fn moved_device(is_scsi: bool) -> &'static str {
+    match is_scsi {
+        true => "vhost-user-scsi-pci,chardev=disk,num_queues=2,disable-legacy=on",
+        false => "vhost-user-blk-pci,chardev=disk,num-queues=2,disable-legacy=on",
     }
 }
 
@@ -363,79 +368,8 @@ impl Drop for KvmGuest {
     }
 }
 
-/// The monitor of [`Vmm::QemuMoved`], which moves its guest.
-pub struct Mover(channel::QmpMonitor);
-
-impl Mover {
-    /// Connects to the monitor of a guest.
-    ///
-    /// # Errors
-    /// If QEMU does not listen in time.
-    pub fn new(guest: &KvmGuest) -> Result<Self> {
-        connect(guest).map(Self)
-    }
-
-    /// Makes a target accept its guest on `socket`.
-    ///
-    /// # Errors
-    /// If QEMU refuses.
-    pub fn accept(&mut self, socket: &Path) -> Result<()> {
-        self.0.execute_with("migrate-incoming", &json!({"uri": uri(socket)}))?;
-        Ok(())
-    }
-
-    /// Begins to move the guest to the target at `socket`, at most this many bytes in a second.
-    ///
-    /// # Errors
-    /// If QEMU refuses.
-    pub fn begin(&mut self, socket: &Path, bytes_per_second: u64) -> Result<()> {
-        let limit = json!({"max-bandwidth": bytes_per_second});
-        self.0.execute_with("migrate-set-parameters", &limit)?;
-        self.0.execute_with("migrate", &json!({"uri": uri(socket)}))?;
-        Ok(())
-    }
-
-    /// Cancels the move. The guest continues here.
-    ///
-    /// # Errors
-    /// If QEMU refuses.
-    pub fn cancel(&mut self) -> Result<()> {
-        self.0.execute("migrate_cancel")?;
-        Ok(())
-    }
-
-    /// Waits until the move has this status. Returns the downtime in milliseconds, after a complete
-    /// move.
-    ///
-    /// # Errors
-    /// If it does not get the status in time, or fails.
-    pub fn wait_for(&mut self, status: &str) -> Result<Option<u64>> {
-        let mut last = serde_json::Value::Null;
-        retry(LIMIT, || {
-            last = self.0.execute("query-migrate")?;
-            let has_ended = ["failed", "completed", "cancelled"].map(|end| last["status"] == end);
-            ensure!(has_ended.contains(&true), "the move is not {status}: {last}");
-            Ok(())
-        })?;
-        ensure!(last["status"] == status, "the move is not {status}: {last}");
-        Ok(last["downtime"].as_u64())
-    }
-
-    /// Lets the guest of a source continue there, after a complete move.
-    ///
-    /// # Errors
-    /// If QEMU refuses.
-    pub fn resume(&mut self) -> Result<()> {
-        self.0.execute("cont")?;
-        Ok(())
-    }
-}
-
-fn uri(socket: &Path) -> String {
-    format!("unix:{}", socket.display())
-}
-
-fn connect(guest: &KvmGuest) -> Result<channel::QmpMonitor> {
+/// Connects to the monitor of a guest.
+pub(super) fn connect(guest: &KvmGuest) -> Result<channel::QmpMonitor> {
     let mut stream = None;
     retry(START_LIMIT, || {
         stream = Some(UnixStream::connect(guest.folder.path().join("qmp"))?);

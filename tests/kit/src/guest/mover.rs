@@ -1,0 +1,82 @@
+//! Moves of a guest between two QEMUs.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use ringhaul_tools::process::retry;
+use serde_json::json;
+
+use super::channel;
+use super::kvm::{KvmGuest, LIMIT, connect};
+
+/// The monitor of [`Vmm::QemuMoved`](super::Vmm::QemuMoved), which moves its guest.
+pub struct Mover(channel::QmpMonitor);
+
+impl Mover {
+    /// Connects to the monitor of a guest.
+    ///
+    /// # Errors
+    /// If QEMU does not listen in time.
+    pub fn new(guest: &KvmGuest) -> Result<Self> {
+        connect(guest).map(Self)
+    }
+
+    /// Makes a target accept its guest on `socket`.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn accept(&mut self, socket: &Path) -> Result<()> {
+        self.0.execute_with("migrate-incoming", &json!({"uri": uri(socket)}))?;
+        Ok(())
+    }
+
+    /// Begins to move the guest to the target at `socket`, at most this many bytes in a second.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn begin(&mut self, socket: &Path, bytes_per_second: u64) -> Result<()> {
+        let limit = json!({"max-bandwidth": bytes_per_second});
+        self.0.execute_with("migrate-set-parameters", &limit)?;
+        self.0.execute_with("migrate", &json!({"uri": uri(socket)}))?;
+        Ok(())
+    }
+
+    /// Cancels the move. The guest continues here.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn cancel(&mut self) -> Result<()> {
+        self.0.execute("migrate_cancel")?;
+        Ok(())
+    }
+
+    /// Waits until the move has this status. Returns the downtime in milliseconds, after a complete
+    /// move.
+    ///
+    /// # Errors
+    /// If it does not get the status in time, or fails.
+    pub fn wait_for(&mut self, status: &str) -> Result<Option<u64>> {
+        let mut last = serde_json::Value::Null;
+        retry(LIMIT, || {
+            last = self.0.execute("query-migrate")?;
+            let has_ended = ["failed", "completed", "cancelled"].map(|end| last["status"] == end);
+            ensure!(has_ended.contains(&true), "the move is not {status}: {last}");
+            Ok(())
+        })?;
+        ensure!(last["status"] == status, "the move is not {status}: {last}");
+        Ok(last["downtime"].as_u64())
+    }
+
+    /// Lets the guest of a source continue there, after a complete move.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn resume(&mut self) -> Result<()> {
+        self.0.execute("cont")?;
+        Ok(())
+    }
+}
+
+fn uri(socket: &Path) -> String {
+    format!("unix:{}", socket.display())
+}
