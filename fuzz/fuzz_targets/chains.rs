@@ -17,8 +17,11 @@ use virtqueue::{
 
 /// Two regions that touch, and a separate one with an unaligned end.
 const RANGES: [(u64, u64); 3] = [(0, 0x2000), (0x2000, 0x1000), (0x8000, 0x1001)];
-/// The bit of a packed ring in the size of a queue.
-const PACKED: u16 = 1 << 15;
+/// The bit of a split ring in the size of a queue, which is below.
+const SPLIT: u16 = 1 << 15;
+const SIZE_MASK: u16 = 0x7ff;
+/// The place of the first descriptor in a new packed ring.
+const PACKED_START: u16 = 1 << 15;
 /// A map without the second region.
 const FEWER_RANGES: [(u64, u64); 2] = [(0, 0x2000), (0x8000, 0x1001)];
 
@@ -26,17 +29,18 @@ fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     let memory = Arc::new(GuestMemory::anonymous(&RANGES).expect("memory"));
     let switches = input.u8();
-    // `switches` also allows packed rings, and sizes that are no power of two.
-    let size = if switches & 0x80 == 0 { 1 << (switches & 7) } else { input.u16() };
-    let layout = if size & PACKED == 0 { RingLayout::Split } else { RingLayout::Packed };
+    // The last bit of `switches` is for packed rings, and for sizes that are no power of two.
+    let size = if switches & 0x80 == 0 { 1 << (switches & 7) | SPLIT } else { input.u16() };
+    let layout = if size & SPLIT != 0 { RingLayout::Split } else { RingLayout::Packed };
+    let first = if layout == RingLayout::Packed { PACKED_START } else { 0 };
     let config = QueueConfig {
-        size: size & !PACKED,
+        size: size & SIZE_MASK,
         event_idx: switches & 8 != 0,
         indirect: switches & 16 != 0,
         desc_table: if switches & 32 == 0 { 0 } else { input.u64() },
         avail_ring: if switches & 32 == 0 { 0x800 } else { input.u64() },
         used_ring: if switches & 32 == 0 { 0x1000 } else { input.u64() },
-        next_avail: if switches & 64 == 0 { 0 } else { input.u16() },
+        next_avail: if switches & 64 == 0 { first } else { input.u16() },
     };
     let count = usize::from(input.u8());
     let actions = input.bytes(count);
@@ -44,7 +48,7 @@ fuzz_target!(|bytes: &[u8]| {
     let local = LocalMemory::new(Arc::clone(&memory));
     let Ok(queue) = Virtqueue::new(local, layout, config, config.next_avail) else { return };
     let place = AnswerPlace::LastByte;
-    let mut run = Run { queue, memory, config, place, popped: VecDeque::new() };
+    let mut run = Run { queue, memory, config, layout, place, popped: VecDeque::new() };
     let mut actions = Input::new(actions);
     while !actions.is_empty() {
         run.step(&mut actions);
@@ -66,6 +70,7 @@ struct Run {
     queue: Virtqueue,
     memory: Arc<GuestMemory>,
     config: QueueConfig,
+    layout: RingLayout,
     place: AnswerPlace,
     popped: VecDeque<Chain>,
 }
@@ -84,9 +89,13 @@ impl Run {
             }
             6 => self.queue.disable_kicks(),
             7 => {
-                // A write of the driver, mostly to the avail idx.
+                // A write of the driver, mostly to the avail idx, or to the flags of a descriptor.
                 let value = actions.u16();
                 let addr = match actions.u8() {
+                    slot @ 0..=127 if self.layout == RingLayout::Packed => {
+                        let slot = u16::from(slot) % self.config.size;
+                        self.config.desc_table.wrapping_add(16 * u64::from(slot) + 14)
+                    }
                     0..=127 => self.config.avail_ring.wrapping_add(2),
                     other => u64::from(other) * 64,
                 };
