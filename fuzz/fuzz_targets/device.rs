@@ -220,6 +220,7 @@ impl<'a> Run<'a> {
             memory: Arc::clone(&self.memory),
             ring,
             inflight: None,
+            region_is_own: false,
             kick: kick.as_ref().map(|fd| fd.try_clone().expect("a descriptor")),
             call,
             err: Some(new_eventfd()),
@@ -232,9 +233,9 @@ impl<'a> Run<'a> {
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = wait(&self.stage.thread, &handle.begin_final_stop());
+            let base = wait(&self.stage.thread, &handle.begin_final_stop());
             if let Some(ring) = &mut self.queues[index].ring {
-                ring.next_avail = next_avail;
+                (ring.next_avail, ring.next_used) = (base as u16, (base >> 16) as u16);
             }
         }
     }

@@ -101,7 +101,8 @@ fn run(threads: &IoThreads, mut input: Input) {
         endpoint: Some(Endpoint::Connection(theirs)),
         threads: threads.remotes().to_vec(),
         limits: MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::Sealable),
-        groups: std::sync::Arc::default(),
+        groups: Arc::default(),
+        fd_store: None,
         line: String::new(),
         export,
     };

@@ -429,6 +429,7 @@ impl<'a> Run<'a> {
             ring: queue.ring,
             // Without a kick the queue is checked at intervals.
             inflight: None,
+            region_is_own: false,
             kick: None,
             call: None,
             err: None,
@@ -442,10 +443,10 @@ impl<'a> Run<'a> {
 
     fn stop(&mut self, index: usize) {
         if let Some(handle) = self.queues[index].handle.take() {
-            let next_avail = wait(&self.stage.thread, &handle.begin_final_stop());
+            let base = wait(&self.stage.thread, &handle.begin_final_stop());
             self.take_used();
             let queue = &mut self.queues[index];
-            queue.ring.next_avail = next_avail;
+            queue.ring.next_avail = u16::try_from(base).expect("the place in a split ring");
         }
     }
 

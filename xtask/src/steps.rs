@@ -282,6 +282,14 @@ const STEPS: &[Step] = &[
     },
     Step { name: "models", words: "xtask loom", folder: Folder::Models, usual: 200, ..SLOW },
     Step {
+        // The targets run with nightly Rust only, but are valid for any.
+        name: "check, fuzz",
+        words: "check --manifest-path fuzz/Cargo.toml --bins",
+        folder: Folder::Fuzz,
+        usual: 35,
+        ..SLOW
+    },
+    Step {
         name: "fuzz",
         words: "xtask fuzz --seconds 15",
         // The build takes longer than the runs.

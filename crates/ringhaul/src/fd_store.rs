@@ -38,7 +38,7 @@ pub enum KeepConnections {
 }
 
 /// The descriptors that the manager keeps for this daemon.
-pub(crate) struct FdStore {
+pub struct FdStore {
     /// The number of the next stash.
     next: AtomicU64,
     /// Sessions of a killed process that no export has continued.

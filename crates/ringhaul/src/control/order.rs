@@ -39,7 +39,7 @@ pub struct ExportSetup {
     /// The groups that its disks may be in.
     pub groups: Arc<LimitGroups>,
     /// Keeps front-ends for the process that follows a killed one.
-    pub(crate) fd_store: Option<Arc<FdStore>>,
+    pub fd_store: Option<Arc<FdStore>>,
     /// The log line that announces the export.
     pub line: String,
     /// The export. Dropped last, because its end frees the name.
