@@ -135,6 +135,7 @@ impl SplitQueue {
         // Take the requests for the next ones in the avail ring, although their order there may
         // differ. All accounts of a ring begin at its used idx, regardless of the front-end.
         queue.next_avail = queue.next_used;
+        queue.avail_lead = 0;
         queue.avail_shadow = queue.next_used.wrapping_add(requests);
         queue.recovered = requests;
         queue.inflight = Some(Box::new(inflight));

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use virtqueue::driver::Used;
 use virtqueue::{
-    GuestMemory, LocalMemory, MAX_QUEUE_SIZE, QueueConfig, QueueError, RingPart, SplitQueue,
+    GuestMemory, InflightRegion, LocalMemory, MAX_QUEUE_SIZE, QueueConfig, QueueError, RingLayout,
+    RingPart, SplitQueue,
 };
 
 use crate::ring::{
-    AVAIL_RING, BORDER, DESC_TABLE, F_WRITE, HOLE, Hand, ISLAND, ISLAND_BYTES, USED_RING, contents,
-    new_ring, pop,
+    AVAIL_RING, BORDER, DESC_TABLE, F_WRITE, HOLE, Hand, ISLAND, ISLAND_BYTES, Ring, USED_RING,
+    contents, new_ring, pop,
 };
 
 const BUFFER: [(u64, u32, u16); 1] = [(ISLAND, 16, F_WRITE)];
@@ -115,12 +116,42 @@ fn the_next_head_in_order_is_that_of_the_oldest_chain() {
         for head in [1, 3, 0] {
             ring.chain(head, &BUFFER);
         }
-        let mut queue = ring.queue();
-        (0..3).for_each(|_| drop(pop(&mut queue)));
-        for head in [1, 3, 0] {
-            assert_eq!(queue.in_order_head(), head);
-            queue.push(head, 0);
-        }
+        check_order(ring.queue());
+    }
+}
+
+/// An account begins at the used idx, whatever avail entry the front-end gives: that of a front-end
+/// from before a kill is old.
+#[test]
+fn the_next_head_in_order_of_a_killed_process_is_that_of_the_oldest_chain() {
+    let mut ring = new_ring(4, false);
+    let region = GuestMemory::anonymous(&[(0, 0x1000)]).unwrap();
+    let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 1, 4).unwrap();
+    let account = region.queue(0).unwrap();
+    let open = |ring: &Ring| {
+        let memory = LocalMemory::new(Arc::clone(&ring.memory));
+        SplitQueue::with_inflight(memory, ring.config, &account).unwrap().0
+    };
+    let mut before = open(&ring);
+    for head in [2, 0, 3] {
+        ring.chain(head, &BUFFER);
+        assert_eq!(pop(&mut before).head, head);
+        before.push(head, 0);
+        let _ = before.publish();
+    }
+    drop(before);
+    for head in [1, 3, 0] {
+        ring.chain(head, &BUFFER);
+    }
+    check_order(open(&ring));
+}
+
+/// The chains are answered in this order.
+fn check_order(mut queue: SplitQueue) {
+    (0..3).for_each(|_| drop(pop(&mut queue)));
+    for head in [1, 3, 0] {
+        assert_eq!(queue.in_order_head(), head);
+        queue.push(head, 0);
     }
 }
 
