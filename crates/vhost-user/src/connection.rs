@@ -374,13 +374,10 @@ impl Connection {
         match change {
             Change::Features(features) => {
                 let device = &self.setup.device;
-                if let Err(error) = device.set_features(features & !negotiation::VHOST_FEATURES) {
-                    return Outcome::Refuse(error.into());
+                match device.set_features(features & !negotiation::VHOST_FEATURES) {
+                    Ok(()) => self.keep_flags(features),
+                    Err(error) => (undo, answer) = (None, Err(error.into())),
                 }
-                self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
-                self.log_all = features & F_LOG_ALL != 0;
-                let enables = !self.rings_need_enable;
-                self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
             }
             Change::Memory(memory) => {
                 let before = std::mem::replace(&mut self.memory, memory);
@@ -391,6 +388,7 @@ impl Connection {
             Change::Inflight(region) => {
                 self.inflight = Some(region.restore_writeback(&self.setup.device));
                 self.own_region = None;
+                self.rings.iter_mut().for_each(|ring| ring.has_left = false);
             }
             Change::Size(index, size) => self.rings[index].settings.size = size,
             Change::Addresses(index, addresses, log) => {
@@ -407,6 +405,13 @@ impl Connection {
                 ring.kick = kick;
                 ring.started = true;
                 ring.enabled |= !self.rings_need_enable;
+            }
+            Change::GetBase(index, _) if self.rings[index].end_finish() => {
+                let text = format!(
+                    "queue {index} has left requests in the inflight region, and cannot run to \
+                     answer them for GET_VRING_BASE"
+                );
+                (undo, answer) = (None, Err(Refusal::needing_ack(text)));
             }
             Change::GetBase(index, _) => {
                 let ring = &mut self.rings[index];
@@ -433,6 +438,14 @@ impl Connection {
         }
         let undo = undo.map(Box::new);
         self.start(rings, Start { answer, undo, unmapped, next: None })
+    }
+
+    /// Keeps the features that concern the connection.
+    fn keep_flags(&mut self, features: u64) {
+        self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
+        self.log_all = features & F_LOG_ALL != 0;
+        let enables = !self.rings_need_enable;
+        self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
     }
 
     /// Gives a ring its call descriptor. If that has to wait for a thread, and `may_wait` permits

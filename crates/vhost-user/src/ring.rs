@@ -352,9 +352,18 @@ impl RingState {
 
     /// The state after GET_VRING_BASE: a kick starts the ring again.
     pub(super) fn set_stopped(&mut self) {
-        self.settings.enabled &= !std::mem::take(&mut self.is_finishing);
+        self.end_finish();
+        self.has_left = false;
         self.settings.started = false;
         self.settings.kick = None;
+    }
+
+    /// Disables a ring again that [`begin_finish`](Self::begin_finish) enabled. Returns true if it
+    /// could not run, and its requests are still left.
+    pub(super) fn end_finish(&mut self) -> bool {
+        let was_finishing = std::mem::take(&mut self.is_finishing);
+        self.settings.enabled &= !was_finishing;
+        was_finishing && self.has_left
     }
 
     /// The initial state, except that the call and error eventfds stay.

@@ -172,6 +172,30 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     scene.end();
 }
 
+/// A front-end that asks for a base with all requests answered must not take one with some left.
+#[test]
+fn a_ring_that_cannot_run_again_keeps_the_requests_that_it_has_left() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    assert_eq!(scene.tell(&Request::SetProtocolFeatures(PROTOCOL_FEATURES), vec![]), Ended::Done);
+    scene.start();
+    let disable = Request::SetVringEnable { index: 0, value: 0 };
+    assert_eq!(scene.tell(&disable, vec![]), Ended::Done);
+    assert_eq!(scene.tell(&Request::RemMemReg(region()), vec![]), Ended::Done);
+    scene.connection.rings[0].has_left = true;
+    let get = Request::GetVringBase { index: 0 };
+    let refused = scene.tell(&get, vec![]);
+    let Ended::Refused { text, needs_ack: true } = refused else { panic!("{refused:?}") };
+    assert!(text.contains("queue 0 has left requests"), "{text}");
+    let ring = &scene.connection.rings[0];
+    assert!(ring.settings.started && !ring.settings.enabled && ring.has_left);
+    // With its memory, it answers them and gives its base.
+    let memory = scene.memory();
+    assert_eq!(scene.tell(&Request::AddMemReg(region()), memory), Ended::Done);
+    assert!(matches!(scene.tell(&get, vec![]), Ended::Answer(_)));
+    assert!(!scene.connection.rings[0].has_left);
+    scene.end();
+}
+
 /// Requests that a driver has left in the request rings must be known before task management
 /// begins.
 #[test]
