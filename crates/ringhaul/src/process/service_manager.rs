@@ -168,6 +168,8 @@ pub(crate) fn alive() {
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
 /// this process for the end of the service, and ends the new process.
 pub(crate) fn main_process(process: u32) {
+    // The manager refuses messages of an earlier main process, and the new one uses their names.
+    finish();
     tell(
         &format!("MAINPID={process}\n"),
         PATIENCE,
@@ -188,10 +190,22 @@ pub(crate) fn store(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
 
 /// Asks the manager to forget all descriptors of this name.
 pub(crate) fn forget(name: &str) {
+    if cancel_store(name) {
+        return;
+    }
     let text = format!("FDSTOREREMOVE=1\nFDNAME={name}\n");
     if let Err(error) = send_in_order(&text, &[]) {
         log_once("that a front-end has gone", &error);
     }
+}
+
+/// Drops descriptors that still wait to be stored under this name. Returns false if none do.
+fn cancel_store(name: &str) -> bool {
+    let line = format!("\nFDNAME={name}\n");
+    let mut waiting = WAITING.lock();
+    let stores = |message: &Message| !message.fds.is_empty() && message.text.contains(&line);
+    let at = waiting.messages.iter().position(stores);
+    at.is_some_and(|at| waiting.messages.remove(at).is_some())
 }
 
 /// Waits until all messages about stored descriptors are sent, for one second at most.
@@ -382,15 +396,24 @@ mod tests {
         while send(path, "STATUS=x\n", Duration::ZERO).is_ok() {}
         let ends = UnixDatagram::pair().unwrap();
         store("rh-1", &[ends.0.as_fd(), ends.1.as_fd()]).unwrap();
+        // The thread sends this one.
+        while !WAITING.lock().messages.is_empty() {
+            std::thread::yield_now();
+        }
+        store("rh-3", &[ends.0.as_fd()]).unwrap();
         forget("rh-1");
+        forget("rh-3");
         store("rh-2", &[ends.0.as_fd()]).unwrap();
-        let received = receive(&manager, "rh-2");
-        let stored = received.iter().filter(|(text, _)| text.contains("rh-"));
-        let stored: Vec<_> = stored.map(|(text, fds)| (text.as_str(), *fds)).collect();
+        let main = std::thread::spawn(|| main_process(7));
+        let received = receive(&manager, "MAINPID");
+        main.join().unwrap();
+        let received = received.iter().map(|(text, fds)| (text.as_str(), *fds));
+        let stored: Vec<_> = received.filter(|(text, _)| !text.contains("STATUS")).collect();
         let expected = [
             ("FDSTORE=1\nFDNAME=rh-1\nFDPOLL=0\n", 2),
             ("FDSTOREREMOVE=1\nFDNAME=rh-1\n", 0),
             ("FDSTORE=1\nFDNAME=rh-2\nFDPOLL=0\n", 1),
+            ("MAINPID=7\n", 0),
         ];
         assert_eq!(stored, expected);
         finish();
