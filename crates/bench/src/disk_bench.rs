@@ -79,7 +79,7 @@ impl DiskBenchArgs {
     ///
     /// # Errors
     ///
-    /// As for [`run`](crate::run) and [`check_writes`](Self::check_writes).
+    /// As for [`run`](crate::run()) and [`check_writes`](Self::check_writes).
     pub fn run(&self, name: &str, disk: DiskSource) -> anyhow::Result<ExitCode> {
         self.check_writes()?;
         let command = BenchCommand::try_parse_from(["bench", "--filename", name])?;

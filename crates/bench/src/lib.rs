@@ -3,8 +3,8 @@
 //!
 //! It is a real driver: it negotiates features, shares its memory with the server, fills
 //! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. No single
-//! I/O allocates memory or makes a system call; kicks and sleeps cost one per batch. [`run`] is the
-//! command, [`measure`] the same without printing.
+//! I/O allocates memory or makes a system call; kicks and sleeps cost one per batch. [`run()`] is
+//! the command, [`measure`] the same without printing.
 //!
 //! # Reading guide
 //!
