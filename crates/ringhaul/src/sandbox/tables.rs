@@ -32,7 +32,7 @@ impl Table {
 pub(super) const TABLES: &[Table] = &[
     Table {
         threads: &["iothread-"],
-        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, MEMORY_FILES, LIMITS],
+        calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, MEMORY_FILES, FILE_SIZES, LIMITS],
         uses_disks: true,
     },
     Table {
@@ -47,6 +47,7 @@ pub(super) const TABLES: &[Table] = &[
             FILES,
             SOCKETS,
             MEMORY_FILES,
+            FILE_SIZES,
             LIMITS,
         ],
         uses_disks: true,
@@ -62,7 +63,18 @@ pub(super) const TABLES: &[Table] = &[
             "ringhaul-side",
             "ringhaul-size",
         ],
-        calls: &[COMMON, THREADS, LOOP, DATA, MESSAGES, FILES, SOCKETS, MEMORY_FILES, LIMITS],
+        calls: &[
+            COMMON,
+            THREADS,
+            LOOP,
+            DATA,
+            MESSAGES,
+            FILES,
+            SOCKETS,
+            MEMORY_FILES,
+            FILE_SIZES,
+            LIMITS,
+        ],
         uses_disks: true,
     },
     Table {
@@ -77,12 +89,17 @@ pub(super) const TABLES: &[Table] = &[
     },
     Table {
         threads: &["ringhaul-control"],
-        calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS, MEMORY_FILES, LIMITS],
+        calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS, MEMORY_FILES, FILE_SIZES, LIMITS],
         uses_disks: false,
     },
     Table {
-        threads: &["ringhaul-config", "ringhaul-reserve", "ringhaul-metric"],
+        threads: &["ringhaul-config", "ringhaul-metric"],
         calls: &[COMMON, MESSAGES, FILES],
+        uses_disks: false,
+    },
+    Table {
+        threads: &["ringhaul-reserve"],
+        calls: &[COMMON, MESSAGES, FILES, FILE_SIZES],
         uses_disks: false,
     },
     Table {
@@ -246,8 +263,11 @@ const EVENTS: &[c_long] = &[
 ];
 
 /// Files in memory: an inflight region, the record of a front-end, and zeroes in place of guest
-/// memory that is lost. A disk gets its size by the same call.
-const MEMORY_FILES: &[c_long] = &[libc::SYS_memfd_create, libc::SYS_ftruncate];
+/// memory that is lost.
+const MEMORY_FILES: &[c_long] = &[libc::SYS_memfd_create];
+
+/// Sizes of files in memory, of disks, and of the file of reservations.
+const FILE_SIZES: &[c_long] = &[libc::SYS_ftruncate];
 
 /// Limits of this process, which are read. (`calls.rs` denies the limits of other processes.)
 const LIMITS: &[c_long] = &[libc::SYS_prlimit64];
@@ -435,6 +455,7 @@ mod tests {
             "qcow2",
             "ringhaul",
             "ringhaul-client",
+            "ringhaul-lock",
             "ringhaul-open",
             "ringhaul-reload",
             "ringhaul-restore",
@@ -450,7 +471,6 @@ mod tests {
             "ringhaul-close",
             "ringhaul-config",
             "ringhaul-control",
-            "ringhaul-lock",
             "ringhaul-metric",
             "ringhaul-reserve",
         ];
@@ -463,7 +483,7 @@ mod tests {
             (libc::SYS_io_uring_setup, only(&["iothread-", "qcow2", "ringhaul-rings"])),
             (libc::SYS_clone, also(&["iothread-"])),
             (libc::SYS_memfd_create, also(&["iothread-", "ringhaul-control"])),
-            (libc::SYS_ftruncate, also(&["iothread-", "ringhaul-control"])),
+            (libc::SYS_ftruncate, also(&["iothread-", "ringhaul-control", "ringhaul-reserve"])),
             (libc::SYS_prlimit64, also(&["iothread-", "ringhaul-control"])),
         ] {
             assert_eq!(threads_with(call), threads, "threads with call {call}");
