@@ -16,7 +16,6 @@ use std::task::{Poll, Waker};
 
 use blockio::Remote;
 use device::{Device, QueueRole, StopKind, oneshot};
-use iomem::fits;
 use virtqueue::{MAX_REGIONS, MappingRules, MemoryFiles, RingLayout};
 
 use super::call::{Call, CallRelay};
@@ -25,9 +24,7 @@ use super::config;
 use super::examiner::Examiner;
 use super::inflight::{self, Inflight};
 use super::load::Load;
-use super::message::{
-    DecodeError, F_LOG_ALL, F_PROTOCOL_FEATURES, InflightArea, Region, Request, protocol_feature,
-};
+use super::message::{DecodeError, InflightArea, Region, Request, protocol_feature};
 use super::outcome::{AtStop, Change, Outcome, Purpose, Refusal, Start, Undo, Work};
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, ring_base, ring_size};
@@ -406,19 +403,7 @@ impl Connection {
                 ring.started = true;
                 ring.enabled |= !self.rings_need_enable;
             }
-            Change::GetBase(index, _) if self.rings[index].end_finish() => {
-                let text = format!(
-                    "queue {index} has left requests in the inflight region, and cannot run to \
-                     answer them for GET_VRING_BASE"
-                );
-                (undo, answer) = (None, Err(Refusal::needing_ack(text)));
-            }
-            Change::GetBase(index, _) => {
-                let ring = &mut self.rings[index];
-                ring.set_stopped();
-                let state = [fits(index, "the number of a queue"), ring.base];
-                answer = Ok(Some(state.map(u32::to_ne_bytes).concat()));
-            }
+            Change::GetBase(index, _) => answer = self.take_base(index).map(Some),
             Change::Disable(index) => self.rings[index].settings.enabled = false,
             Change::ResetOwner => self.rings.iter_mut().for_each(RingState::set_stopped),
             Change::Reset { keep_writeback } => {
@@ -438,14 +423,6 @@ impl Connection {
         }
         let undo = undo.map(Box::new);
         self.start(rings, Start { answer, undo, unmapped, next: None })
-    }
-
-    /// Keeps the features that concern the connection.
-    fn keep_flags(&mut self, features: u64) {
-        self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
-        self.log_all = features & F_LOG_ALL != 0;
-        let enables = !self.rings_need_enable;
-        self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
     }
 
     /// Gives a ring its call descriptor. If that has to wait for a thread, and `may_wait` permits

@@ -45,6 +45,14 @@ impl Connection {
         Ok(Outcome::Done)
     }
 
+    /// Keeps the features that concern the connection.
+    pub(super) fn keep_flags(&mut self, features: u64) {
+        self.rings_need_enable = features & F_PROTOCOL_FEATURES != 0;
+        self.log_all = features & F_LOG_ALL != 0;
+        let enables = !self.rings_need_enable;
+        self.rings.iter_mut().for_each(|ring| ring.settings.enabled |= enables);
+    }
+
     pub(super) fn set_features(&mut self, features: u64) -> Result<Outcome, Refusal> {
         let unknown = features & !self.offered_features();
         if unknown != 0 {

@@ -8,11 +8,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use device::{StopKind, oneshot};
+use iomem::fits;
 
 use super::Connection;
 use crate::call::CallRelay;
 use crate::message::protocol_feature;
-use crate::outcome::{AtStop, Change, Outcome, Start};
+use crate::outcome::{AtStop, Change, Outcome, Refusal, Start};
 use crate::peer_fds::PeerFd;
 use crate::ring::{RingProgress, keep_first};
 use crate::shared_memory::SharedMemory;
@@ -50,6 +51,20 @@ impl Connection {
         }
         let next = Some(Box::new(change));
         self.start(ring..ring + 1, Start { answer: Ok(None), undo: None, unmapped: None, next })
+    }
+
+    /// Stops a ring for good that does not run, and returns the answer to GET_VRING_BASE.
+    pub(super) fn take_base(&mut self, index: usize) -> Result<Vec<u8>, Refusal> {
+        let ring = &mut self.rings[index];
+        if ring.end_finish() {
+            return Err(Refusal::needing_ack(format!(
+                "queue {index} has left requests in the inflight region, and cannot run to answer \
+                 them for GET_VRING_BASE"
+            )));
+        }
+        ring.set_stopped();
+        let state = [fits(index, "the number of a queue"), ring.base];
+        Ok(state.map(u32::to_ne_bytes).concat())
     }
 
     /// Begins to stop these rings, the control ring first if it is one of them.

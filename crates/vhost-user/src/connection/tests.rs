@@ -19,11 +19,11 @@ use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::MappingRules;
 
 use super::super::config::PROTOCOL_FEATURES;
-use super::super::examiner::Examiner;
-use super::super::examiner::tests::wait_until;
-use super::super::message::{Config, Header, InflightArea, LogArea, RingAddresses};
+use super::super::examiner::{Examiner, tests::wait_until};
+use super::super::message::{
+    Config, F_LOG_ALL, F_PROTOCOL_FEATURES, Header, LogArea, RingAddresses,
+};
 use super::super::ring::RingSettings;
-use super::negotiation::VHOST_FEATURES;
 use super::*;
 
 const QUEUES: u16 = 2;
@@ -252,7 +252,7 @@ fn answer(number: u64) -> Ended {
 #[test]
 fn messages_that_stand_alone() {
     use Request::*;
-    let all = Scene::new(PROTOCOL_FEATURES).device.features() | VHOST_FEATURES;
+    let all = Scene::new(PROTOCOL_FEATURES).device.features() | negotiation::VHOST_FEATURES;
     let capacity = Config { data: 2048_u64.to_le_bytes().to_vec(), ..config(0, &[]) };
     let table = [
         (SetOwner, Ended::Done),
