@@ -49,7 +49,9 @@ fn a_second_guest_is_refused(device: Device, kind: DiskKind) -> Result<()> {
     let (mut target, socket) = scene.target("b")?;
     let round = scene.move_between(&mut source, &mut target, &socket)?;
     source.monitor.resume()?;
-    scene.wait_for_log("a", "cannot run without the lock of the disk")?;
+    let line = scene.wait_for_log("a", "cannot run without the lock of the disk")?;
+    let holder = format!("locked by ringhaul (process {})", scene.process("b")?);
+    ensure!(line.contains(&holder), "{line} does not name the process of b");
     target.guest.wait_rounds(3)?;
     ensure!(source.guest.round() <= round, "two guests use the disk");
     drop((source, target));

@@ -10,7 +10,7 @@ use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lack
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, print_skipped};
 use ringhaul_tools::process::{output, retry};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 use crate::LIMIT;
 
@@ -135,8 +135,13 @@ impl Scene {
     }
 
     /// Waits for a line in the log of a daemon.
-    pub(super) fn wait_for_log(&mut self, name: &str, text: &str) -> Result<()> {
-        self.daemons.get_mut(name).context("no such daemon")?.wait_for(text).map(drop)
+    pub(super) fn wait_for_log(&mut self, name: &str, text: &str) -> Result<String> {
+        self.daemons.get_mut(name).context("no such daemon")?.wait_for(text)
+    }
+
+    /// The process of a daemon.
+    pub(super) fn process(&self, name: &str) -> Result<Pid> {
+        Ok(self.daemons.get(name).context("no such daemon")?.pid())
     }
 
     fn disk(&self) -> PathBuf {

@@ -339,11 +339,21 @@ fn has_open(process: &str, path: &Path, is_locked: bool) -> bool {
     })
 }
 
-/// Returns true if `/proc` shows a lock of this descriptor. Some programs only read a file that
-/// another has locked.
+/// Returns true if `/proc` shows a lock of this descriptor that keeps other programs away. Some
+/// programs only read a file that another has locked.
 fn has_lock(process: &str, descriptor: &str) -> bool {
     let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
-    info.is_ok_and(|info| info.lines().any(|line| line.starts_with("lock:")))
+    info.is_ok_and(|info| {
+        let mut locks = info.lines().filter(|line| line.starts_with("lock:"));
+        locks.any(|lock| !is_of_user(lock))
+    })
+}
+
+/// Returns true for a lock of [`lock_for`], which a disk without a lock has too. The last two
+/// fields of the line are the first and the last byte of the lock.
+fn is_of_user(lock: &str) -> bool {
+    let first = lock.split_whitespace().rev().nth(1).and_then(|byte| byte.parse::<i64>().ok());
+    first.is_some_and(|byte| byte >= USERS)
 }
 
 #[cfg(test)]
@@ -399,6 +409,21 @@ mod tests {
         }
         drop(first);
         lock_for(&second, 7).unwrap();
+    }
+
+    /// Otherwise a daemon that waits for a lock takes itself for the holder.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_lock_of_a_user_is_no_lock_of_the_disk() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let file = File::options().read(true).write(true).open(named.path()).unwrap();
+        let is_held = || has_lock("self", &file.as_raw_fd().to_string());
+        lock_for(&file, 0).unwrap();
+        assert!(!is_held());
+        lock(&file, named.path(), false).unwrap();
+        assert!(is_held());
+        unlock(&file, false);
+        assert!(!is_held());
     }
 
     #[test]
