@@ -80,7 +80,13 @@ impl Libvirt {
             std::fs::create_dir(folder.path().join(name))
                 .with_context(|| format!("making {name}"))?;
         }
-        Ok(Self { folder })
+        let libvirt = Self { folder };
+        std::fs::create_dir(libvirt.folder.path().join("config/libvirt")).context("a folder")?;
+        let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid").context("a UUID")?;
+        // Guests do not move between daemons with the UUID of the machine.
+        libvirt
+            .write("config/libvirt/libvirtd.conf", &format!("host_uuid = \"{}\"\n", uuid.trim()))?;
+        Ok(libvirt)
     }
 
     /// The command that runs the daemon, and then the domain `vm1` of the file. It writes `ready`

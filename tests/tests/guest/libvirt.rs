@@ -62,7 +62,7 @@ fn here(domain: &str, socket: &str, image: &Image, folder: &Path) -> Result<Stri
 }
 
 /// Removes the text from `start` to `end`.
-fn without(text: &str, start: &str, end: &str) -> Result<String> {
+pub(crate) fn without(text: &str, start: &str, end: &str) -> Result<String> {
     let (before, rest) = text.split_once(start).with_context(|| format!("no {start}:\n{text}"))?;
     let (_, after) = rest.split_once(end).with_context(|| format!("no {end}:\n{text}"))?;
     Ok(format!("{before}{after}"))

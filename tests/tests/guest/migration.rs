@@ -3,6 +3,7 @@
 
 mod failures;
 mod kinds;
+mod libvirt;
 mod scene;
 
 use anyhow::{Result, ensure};

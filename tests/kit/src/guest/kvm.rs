@@ -303,6 +303,14 @@ impl KvmGuest {
         Ok(Self { monitor, console, folder })
     }
 
+    /// Kills the command, such as one that ignores the signal with which this handle ends it.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn kill(&mut self) -> Result<()> {
+        self.monitor.kill().context("killing a monitor")
+    }
+
     /// The output of the guest and its monitor.
     #[must_use]
     pub fn console(&self) -> String {
