@@ -402,12 +402,12 @@ mod tests {
             assert!(fake.take_ops().is_empty(), "it is locked early");
             lock.take(1).unwrap();
             assert_eq!(fake.take_ops(), [("lock", 0, 0)][..usize::from(exclusive)]);
-            lock.release(1);
+            lock.release(1).unwrap();
             assert_eq!(fake.take_ops(), [("write back", 0, 0), ("unlock", 0, 0)]);
             lock.take(2).unwrap();
             fake.take_ops();
             fake.fail_with(libc::EIO);
-            lock.release(2);
+            lock.release(2).unwrap_err();
             let has_unlocked = fake.take_ops().contains(&("unlock", 0, 0));
             assert!(!has_unlocked, "data may be lost");
         }

@@ -468,7 +468,7 @@ impl Connection {
         match (result, start) {
             // The front-end comes again, and finds the lock free or not.
             (Err(error), _) if self.run_lock.take_failure() => {
-                Outcome::End(format!("its queues cannot run without the lock of the disk: {error}"))
+                Outcome::End(error.to_string())
             }
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(*undo, error.into()))

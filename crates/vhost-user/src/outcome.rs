@@ -26,8 +26,8 @@ pub(super) enum Outcome {
     Refuse(Refusal),
     /// The message waits for this work.
     Later(Work),
-    /// The message was carried out, but a queue that should run cannot, for this reason: the
-    /// connection ends.
+    /// The message was carried out, but a queue that should run cannot, or written data may be
+    /// lost, for this reason: the connection ends.
     End(String),
 }
 
@@ -75,6 +75,22 @@ pub(super) enum Work {
     Unmap(oneshot::Receiver<()>),
     /// The thread of an earlier front-end ends; then the ring gets this call descriptor.
     Call(usize, Option<PeerFd>),
+}
+
+/// The work at the end of a connection.
+#[derive(Default)]
+pub(super) struct Release {
+    /// Pending until its memory is unmapped.
+    pub(super) unmapped: Option<oneshot::Receiver<()>>,
+    /// Pending until its lock is released. A failure is in the log.
+    pub(super) unlocked: Option<oneshot::Receiver<io::Result<()>>>,
+}
+
+impl Release {
+    pub(super) fn is_pending(&self) -> bool {
+        self.unmapped.as_ref().is_some_and(|unmapped| unmapped.check().is_pending())
+            || self.unlocked.as_ref().is_some_and(|unlocked| unlocked.check().is_pending())
+    }
 }
 
 /// The use of mapped memory.

@@ -20,7 +20,12 @@ pub trait RunLock: Send + Sync {
     fn take(&self, turn: u64) -> io::Result<()>;
 
     /// Ends a turn, which may not have the lock yet.
-    fn release(&self, turn: u64);
+    ///
+    /// # Errors
+    ///
+    /// If written data may be lost. The front-end must not continue on another host then, so its
+    /// session ends without the answer that it waits for.
+    fn release(&self, turn: u64) -> io::Result<()>;
 }
 
 /// The number of the last turn.
@@ -32,7 +37,8 @@ pub(super) struct SessionLock {
     state: State,
     /// Rings that start when the lock is taken.
     held_back: Vec<usize>,
-    /// True after an attempt that failed, until [`take_failure`](Self::take_failure).
+    /// True after a failed attempt to take or release the lock, until
+    /// [`take_failure`](Self::take_failure).
     has_failed: bool,
 }
 
@@ -42,7 +48,7 @@ enum State {
     Free,
     Taking(Turn, oneshot::Receiver<io::Result<()>>),
     Held(Turn),
-    Releasing(Turn, oneshot::Receiver<()>),
+    Releasing(oneshot::Receiver<io::Result<()>>),
 }
 
 /// A turn of a session with its lock. Dropping it does not end the turn: another process may have
@@ -53,12 +59,31 @@ struct Turn {
     number: u64,
 }
 
-/// Ends a turn when it is dropped.
-struct Ended(Turn);
+/// The end of a turn. It comes when this is dropped, if it has not come before.
+struct Ending(Option<Turn>);
 
-impl Drop for Ended {
+impl Ending {
+    /// Begins to end a turn on a thread.
+    fn begin(
+        turn: Turn,
+        examiner: &Examiner,
+        waker: &Waker,
+    ) -> oneshot::Receiver<io::Result<()>> {
+        let mut ending = Self(Some(turn));
+        let released = examiner.lock(move || ending.run());
+        released.wake(waker);
+        released
+    }
+
+    fn run(&mut self) -> io::Result<()> {
+        self.0.take().map_or(Ok(()), |turn| turn.lock.release(turn.number))
+    }
+}
+
+impl Drop for Ending {
     fn drop(&mut self) {
-        self.0.lock.release(self.0.number);
+        // The session has ended, and nothing waits for the result.
+        let _ = self.run();
     }
 }
 
@@ -72,7 +97,7 @@ impl SessionLock {
         self.held_back.push(ring);
     }
 
-    /// Returns true once after the lock could not be taken.
+    /// Returns true once after the lock could not be taken or released.
     pub(super) fn take_failure(&mut self) -> bool {
         std::mem::take(&mut self.has_failed)
     }
@@ -80,12 +105,7 @@ impl SessionLock {
     /// Begins to release the lock if it is held.
     pub(super) fn begin_release(&mut self, examiner: &Examiner, waker: &Waker) {
         self.state = match std::mem::take(&mut self.state) {
-            State::Held(turn) => {
-                let ended = Ended(turn.clone());
-                let released = examiner.lock(move || drop(ended));
-                released.wake(waker);
-                State::Releasing(turn, released)
-            }
+            State::Held(turn) => State::Releasing(Ending::begin(turn, examiner, waker)),
             other => other,
         };
     }
@@ -96,17 +116,15 @@ impl SessionLock {
         &mut self,
         examiner: &Examiner,
         waker: &Waker,
-    ) -> Option<oneshot::Receiver<()>> {
+    ) -> Option<oneshot::Receiver<io::Result<()>>> {
         self.held_back.clear();
-        let turn = match std::mem::take(&mut self.state) {
-            State::Free => return None,
-            State::Releasing(_, released) => return Some(released),
-            State::Taking(turn, _) | State::Held(turn) => turn,
-        };
-        let ended = Ended(turn);
-        let released = examiner.lock(move || drop(ended));
-        released.wake(waker);
-        Some(released)
+        match std::mem::take(&mut self.state) {
+            State::Free => None,
+            State::Releasing(released) => Some(released),
+            State::Taking(turn, _) | State::Held(turn) => {
+                Some(Ending::begin(turn, examiner, waker))
+            }
+        }
     }
 
     /// Continues to take or release the lock. Ready with the rings that start now: those that were
@@ -117,32 +135,32 @@ impl SessionLock {
         examiner: &Examiner,
         waker: &Waker,
     ) -> Poll<io::Result<Vec<usize>>> {
-        match std::mem::take(&mut self.state) {
+        self.state = match std::mem::take(&mut self.state) {
             State::Taking(turn, taken) => match taken.check() {
-                Poll::Pending => self.state = State::Taking(turn, taken),
+                Poll::Pending => State::Taking(turn, taken),
                 Poll::Ready(Some(Ok(()))) => {
                     self.state = State::Held(turn);
                     return Poll::Ready(Ok(std::mem::take(&mut self.held_back)));
                 }
                 Poll::Ready(failed) => {
-                    self.held_back.clear();
-                    self.has_failed = true;
-                    let no_thread = || io::Error::other("no thread takes the lock");
-                    let error = failed.and_then(Result::err);
-                    return Poll::Ready(Err(error.unwrap_or_else(no_thread)));
+                    let text = "its queues cannot run without the lock of the disk";
+                    return Poll::Ready(Err(self.fail(text, failed)));
                 }
             },
-            State::Releasing(turn, released) if released.check().is_pending() => {
-                self.state = State::Releasing(turn, released);
-            }
+            State::Releasing(released) => match released.check() {
+                Poll::Pending => State::Releasing(released),
+                Poll::Ready(Some(Ok(()))) => return self.poll(lock, examiner, waker),
+                Poll::Ready(failed) => {
+                    let text = "its guest must not continue on another host";
+                    return Poll::Ready(Err(self.fail(text, failed)));
+                }
+            },
             State::Held(turn) => {
                 self.state = State::Held(turn);
                 return Poll::Ready(Ok(Vec::new()));
             }
-            State::Free | State::Releasing(..) if self.held_back.is_empty() => {
-                return Poll::Ready(Ok(Vec::new()));
-            }
-            State::Free | State::Releasing(..) => {
+            State::Free if self.held_back.is_empty() => return Poll::Ready(Ok(Vec::new())),
+            State::Free => {
                 let number = TURNS.fetch_add(1, Ordering::Relaxed) + 1;
                 let (turn, taking) = (Turn { lock: Arc::clone(lock), number }, Arc::clone(lock));
                 let taken = examiner.lock(move || taking.take(number));
@@ -151,7 +169,16 @@ impl SessionLock {
                 // An answer that is there already wakes nothing.
                 return self.poll(lock, examiner, waker);
             }
-        }
+        };
         Poll::Pending
+    }
+
+    /// Notes a failed attempt. `None`: there was none.
+    fn fail(&mut self, text: &str, failed: Option<io::Result<()>>) -> io::Error {
+        self.held_back.clear();
+        self.has_failed = true;
+        let error = failed.and_then(Result::err);
+        let error = error.unwrap_or_else(|| io::Error::other("no thread does it"));
+        io::Error::other(format!("{text}: {error}"))
     }
 }

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use device::oneshot;
 use rustix::event::PollFlags;
 
 use super::channel::{Channel, MESSAGE_LIMIT, Received};
@@ -20,7 +19,7 @@ use super::details::SessionDetails;
 use super::examiner::RELAY_LIMIT;
 use super::load::Load;
 use super::message::{F_PROTOCOL_FEATURES, Header, code};
-use super::outcome::{Outcome, Refusal, Work};
+use super::outcome::{Outcome, Refusal, Release, Work};
 use super::passed_fds::PassedFds;
 use super::session_state::{RestoredSession, SessionState};
 use super::state_keeper::StateKeeper;
@@ -99,7 +98,7 @@ enum Stage {
     /// the next one is accepted.
     Releasing {
         end: End,
-        released: Vec<oneshot::Receiver<()>>,
+        release: Release,
         since: Instant,
     },
     Ended,
@@ -170,15 +169,14 @@ impl Session {
                 self.conclude(header, Outcome::Later(work), since, now)
             }
             Stage::Ending(end) if self.connection.stop_for_good(self.channel.is_hung_up()) => {
-                let released = self.connection.release();
+                let release = self.connection.release();
                 self.channel.shut_down();
-                self.stage = Stage::Releasing { end, released, since: now };
+                self.stage = Stage::Releasing { end, release, since: now };
                 self.progress(now)
             }
-            Stage::Releasing { end, mut released, since } => {
-                released.retain(|released| released.check().is_pending());
-                if !released.is_empty() && now < since + MESSAGE_LIMIT {
-                    self.stage = Stage::Releasing { end, released, since };
+            Stage::Releasing { end, release, since } => {
+                if release.is_pending() && now < since + MESSAGE_LIMIT {
+                    self.stage = Stage::Releasing { end, release, since };
                     return SessionProgress::Waiting;
                 }
                 SessionProgress::Ended(end)
@@ -445,7 +443,7 @@ mod tests {
 
     use blockio::{DiskOptions, DiskSource};
     use device::blk::config::BlkOptions;
-    use device::{Device, LogEvents};
+    use device::{Device, LogEvents, oneshot};
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     use virtqueue::MappingRules;
@@ -585,13 +583,14 @@ mod tests {
         let since = Instant::now();
         let (_map, mapped) = oneshot::channel();
         let (_unmap, unmapped) = oneshot::channel();
-        let (_release, released) = oneshot::channel();
+        let (_unmap_last, unmapped_last) = oneshot::channel();
+        let release = Release { unmapped: Some(unmapped_last), unlocked: None };
         let header = Header::new(code::SET_MEM_TABLE, 0);
         let working = |work| Stage::Working { header, work, since };
         for (stage, expected) in [
             (working(Work::Map(mapped, Purpose::Guest)), "Dropped"),
             (working(Work::Unmap(unmapped)), "Handled"),
-            (Stage::Releasing { end: End::Asked, released: vec![released], since }, "Asked"),
+            (Stage::Releasing { end: End::Asked, release, since }, "Asked"),
         ] {
             let (mut session, _front_end) = session(since);
             session.stage = stage;

@@ -101,7 +101,7 @@ fn each_user_finds_the_data_of_the_one_before() {
                 let found = scene.use_once(process, cluster, byte);
                 assert!(found == expected, "{options:?}: turn {turn}");
             }
-            process.lock.release(turn as u64 + 1);
+            process.lock.release(turn as u64 + 1).unwrap();
             scene.check();
             assert!(!mark::is_set(&scene.bytes()), "the next user checks all of the image");
         }
@@ -129,7 +129,7 @@ fn an_image_is_not_touched_without_its_lock() {
     drop((disk, early));
     assert!(scene.bytes() == before, "it was changed without its lock");
 
-    owner.lock.release(1);
+    owner.lock.release(1).unwrap();
     let before = scene.bytes();
     let late = owner.source.attach(scene.thread.io());
     let data = Buffers::from_vec(vec![3; CLUSTER]);
@@ -149,14 +149,14 @@ fn an_image_that_a_killed_user_has_left_is_repaired() {
         killed.lock.take(1).unwrap();
         scene.use_once(&killed, 7, 9);
         let left = scene.bytes();
-        killed.lock.release(1);
+        killed.lock.release(1).unwrap();
         std::fs::write(&scene.image, left).unwrap();
     }
     assert!(mark::is_set(&scene.bytes()));
     next.lock.take(2).unwrap();
     let found = scene.use_once(&next, 8, 9);
     assert!(found[7 * CLUSTER..9 * CLUSTER].iter().all(|byte| *byte == 9));
-    next.lock.release(2);
+    next.lock.release(2).unwrap();
     assert!(!mark::is_set(&scene.bytes()));
     scene.check();
 }
@@ -193,10 +193,10 @@ fn a_larger_size_is_found_by_the_probe() {
     let processes = [scene.late(), scene.late()];
     processes[0].lock.take(1).unwrap();
     processes[0].source.set_size(2 * DISK_BYTES as u64, || ()).unwrap();
-    processes[0].lock.release(1);
+    processes[0].lock.release(1).unwrap();
     processes[1].lock.take(2).unwrap();
     let probe = processes[1].source.size_probe().unwrap();
     assert_eq!(probe.size_bytes().unwrap(), Some(2 * DISK_BYTES as u64));
     assert_eq!(processes[1].source.refresh().unwrap(), 2 * DISK_BYTES as u64);
-    processes[1].lock.release(2);
+    processes[1].lock.release(2).unwrap();
 }

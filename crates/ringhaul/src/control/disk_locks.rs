@@ -80,7 +80,7 @@ impl DiskLocks {
         drop(state);
         let removed: Vec<Placed> = removed;
         if let Some(user) = holder {
-            removed.iter().for_each(|placed| placed.lock.release(user));
+            removed.iter().for_each(|placed| drop(placed.lock.release(user)));
         }
     }
 
@@ -103,7 +103,8 @@ impl RunLock for DiskLocks {
         let mut taken = Vec::new();
         while let Some(placed) = self.next(user, &taken) {
             if let Err(error) = placed.lock.take(user) {
-                taken.iter().for_each(|placed: &Placed| placed.lock.release(user));
+                // The log has the reason if a lock stays.
+                taken.iter().for_each(|placed: &Placed| drop(placed.lock.release(user)));
                 return Err(io::Error::other(error));
             }
             taken.push(placed);
@@ -111,13 +112,15 @@ impl RunLock for DiskLocks {
         Ok(())
     }
 
-    fn release(&self, user: u64) {
+    /// Releases all locks, each if its disk has lost no data.
+    fn release(&self, user: u64) -> io::Result<()> {
         let locks = {
             let mut state = self.0.lock();
             state.holder = state.holder.filter(|holder| *holder != user);
             state.locks.clone()
         };
-        locks.iter().for_each(|placed| placed.lock.release(user));
+        let released = locks.iter().map(|placed| placed.lock.release(user));
+        released.fold(Ok(()), io::Result::and)
     }
 }
 
@@ -159,12 +162,12 @@ mod tests {
         other.take(1).unwrap();
         assert!(locks.take(2).is_err());
         assert!(is_free(first.path()) && !locks.are_held(), "half of the locks stay");
-        other.release(1);
+        other.release(1).unwrap();
         locks.take(3).unwrap();
         assert!(!is_free(first.path()) && !is_free(second.path()) && locks.are_held());
-        locks.release(2);
+        locks.release(2).unwrap();
         assert!(locks.are_held(), "an earlier user ends");
-        locks.release(3);
+        locks.release(3).unwrap();
         assert!(is_free(first.path()) && is_free(second.path()) && !locks.are_held());
     }
 
@@ -178,7 +181,7 @@ mod tests {
         assert!(!is_free(second.path()), "it runs beside another program");
         locks.remove(FIRST);
         assert!(is_free(first.path()) && !is_free(second.path()));
-        locks.release(5);
+        locks.release(5).unwrap();
         assert!(is_free(second.path()));
     }
 }

@@ -13,7 +13,7 @@ use iomem::fits;
 use super::Connection;
 use crate::call::CallRelay;
 use crate::message::protocol_feature;
-use crate::outcome::{AtStop, Change, Outcome, Refusal, Start};
+use crate::outcome::{AtStop, Change, Outcome, Refusal, Release, Start};
 use crate::peer_fds::PeerFd;
 use crate::ring::{RingProgress, keep_first};
 use crate::shared_memory::SharedMemory;
@@ -141,11 +141,11 @@ impl Connection {
         ring.is_stopped()
     }
 
-    /// Drops everything that the front-end has brought and its driver has negotiated. The results
-    /// come when its memory is unmapped and its lock is released.
-    pub(crate) fn release(&mut self) -> Vec<oneshot::Receiver<()>> {
+    /// Drops everything that the front-end has brought and its driver has negotiated. The result
+    /// is pending until its memory is unmapped and its lock is released.
+    pub(crate) fn release(&mut self) -> Release {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
-        let released = self.run_lock.end(&self.setup.examiner, &self.setup.waker);
+        let unlocked = self.run_lock.end(&self.setup.examiner, &self.setup.waker);
         self.rings.clear();
         self.relay = CallRelay::default();
         (self.inflight, self.own_region, self.log) = (None, None, None);
@@ -153,7 +153,7 @@ impl Connection {
             drop(PeerFd::new(channel, Arc::clone(&self.setup.examiner)));
         }
         self.setup.device.reset();
-        released.into_iter().chain(self.unmap(memory)).collect()
+        Release { unmapped: self.unmap(memory), unlocked }
     }
 
     pub(super) fn unmap(&self, memory: SharedMemory) -> Option<oneshot::Receiver<()>> {

@@ -217,7 +217,7 @@ impl Scene {
         while !self.connection.stop_for_good(false) {
             self.await_wake();
         }
-        assert!(self.connection.release().is_empty(), "little memory is unmapped at once");
+        assert!(!self.connection.release().is_pending(), "little memory is unmapped at once");
         assert_eq!(self.connection.descriptors(), 0);
         assert_eq!(self.device.negotiated().features(), 0, "the next driver has chosen nothing");
         assert_eq!((self.io.io().ops(), self.io.io().tasks()), (0, 0));

@@ -18,8 +18,8 @@ impl RunLock for DiskLock {
         self.0.take(turn).map_err(io::Error::other)
     }
 
-    fn release(&self, turn: u64) {
-        self.0.release(turn);
+    fn release(&self, turn: u64) -> io::Result<()> {
+        self.0.release(turn)
     }
 }
 
@@ -31,7 +31,9 @@ impl RunLock for Kept {
         Err(io::Error::other("another program keeps it"))
     }
 
-    fn release(&self, _: u64) {}
+    fn release(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 fn late(disk: &Path) -> LateLock {
@@ -91,7 +93,7 @@ fn a_queue_waits_for_the_lock_and_releases_it_before_its_stop_is_answered() {
     assert_eq!(scene.drive_all(&mut session), None);
     assert_eq!(scene.io.io().tasks(), 0, "another program has the lock");
     assert!(frontend.receive().is_none());
-    other.release(1);
+    other.release(1).unwrap();
     await_answer(&mut scene, &mut session, &mut frontend);
     assert_eq!(scene.io.io().tasks(), 1, "the queue runs");
     assert!(!is_free(disk.path()));
@@ -109,7 +111,9 @@ impl RunLock for Free {
         Ok(())
     }
 
-    fn release(&self, _: u64) {}
+    fn release(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// The thread of the lock may answer before the session awaits the answer.
@@ -143,17 +147,22 @@ fn the_end_of_a_session_waits_for_the_release() {
     assert!(is_free(disk.path()), "the end was too early");
 }
 
+/// The end of a session, which depends on another thread.
+fn await_end(scene: &mut Scene, session: &mut Session) -> String {
+    loop {
+        match scene.drive_all(session) {
+            Some(end) => return format!("{end:?}"),
+            None => scene.await_due(session),
+        }
+    }
+}
+
 #[test]
 fn a_session_without_its_lock_ends_with_the_reason() {
     let mut scene = Scene::new();
     let (mut session, frontend) = attach(&mut scene, Kept);
     frontend.send(&START, true, &[]);
-    let end = loop {
-        match scene.drive_all(&mut session) {
-            Some(end) => break format!("{end:?}"),
-            None => scene.await_due(&session),
-        }
-    };
+    let end = await_end(&mut scene, &mut session);
     assert!(
         end.contains(
             "its queues cannot run without the lock of the disk: another program keeps it"
@@ -161,4 +170,31 @@ fn a_session_without_its_lock_ends_with_the_reason() {
         "{end}"
     );
     assert_eq!(scene.io.io().tasks(), 0);
+}
+
+/// A lock of a disk that cannot write its caches.
+struct Lossy;
+
+impl RunLock for Lossy {
+    fn take(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn release(&self, _: u64) -> io::Result<()> {
+        Err(io::Error::other("written data may be lost"))
+    }
+}
+
+/// The disk may have no lock that keeps another host away. The host begins after the answer.
+#[test]
+fn the_stop_of_a_queue_is_not_answered_after_a_loss() {
+    let mut scene = Scene::new();
+    let (mut session, mut frontend) = attach(&mut scene, Lossy);
+    frontend.send(&START, true, &[]);
+    await_answer(&mut scene, &mut session, &mut frontend);
+    frontend.send(&Request::GetVringBase { index: 0 }, false, &[]);
+    let end = await_end(&mut scene, &mut session);
+    let expected = "must not continue on another host: written data may be lost";
+    assert!(end.contains(expected), "{end}");
+    assert!(frontend.receive().is_none(), "it is answered");
 }

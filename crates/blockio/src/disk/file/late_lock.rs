@@ -78,10 +78,7 @@ impl LateLock {
                 return Err(self.unusable("the front-end left before the disk was locked"));
             }
             let conflict = match self.try_take(users.holder.take()) {
-                Ok(Ok(holder)) => {
-                    users.holder = Some(self.prepare(Holder { user, ..holder })?);
-                    return Ok(());
-                }
+                Ok(Ok(holder)) => return self.prepare(user, holder, &mut users),
                 Ok(Err(conflict)) => conflict,
                 Err(error) => return Err(self.unusable(&format!("it cannot be locked: {error}"))),
             };
@@ -117,16 +114,19 @@ impl LateLock {
         Ok(Ok(holder(Some(claim))))
     }
 
-    /// Has layers read their content under a new lock, which is released if that fails.
-    fn prepare(&self, holder: Holder) -> Result<Holder, Error> {
+    /// Has layers read their content for the user of a new lock. If that fails, the lock is
+    /// released, but not a lock that a loss of data has kept from an earlier user.
+    fn prepare(&self, user: u64, holder: Holder, users: &mut Users) -> Result<(), Error> {
         if !holder.is_ready {
             let begun = self.disk.hand_over().begin_use().and_then(|()| self.check_size());
-            begun.inspect_err(|_| {
-                let _ = self.disk.hand_over().end_use();
-                self.unlock();
-            })?;
+            if let Err(error) = begun {
+                // The log has the reason if it stays.
+                let _ = self.end(holder, users);
+                return Err(error);
+            }
         }
-        Ok(Holder { is_ready: true, ..holder })
+        users.holder = Some(Holder { user: user.max(holder.user), is_ready: true, ..holder });
+        Ok(())
     }
 
     /// Refuses a disk that has become smaller: the front-end has been told of its size. A larger
@@ -149,26 +149,36 @@ impl LateLock {
     /// Ends the use of a user. If the disk is locked for that user, data and tables that are still
     /// in caches are written, for the next one may be on another machine. Then the lock is
     /// released. It stays if data may be lost: the next process would report a flush of that data
-    /// as a success.
-    pub fn release(&self, user: u64) {
+    /// as a success. An earlier user that has ended so ends again.
+    ///
+    /// # Errors
+    ///
+    /// If data may be lost. The next process must not begin: the disk may have no lock that keeps
+    /// it away.
+    pub fn release(&self, user: u64) -> io::Result<()> {
         let mut users = self.users.lock();
         users.ended = users.ended.max(user);
-        let Some(holder) = users.holder.as_mut().filter(|holder| holder.user == user) else {
-            return;
-        };
-        holder.is_ready = false;
-        let ended = self.disk.hand_over().end_use();
-        let ended = ended.map_err(io::Error::other).and(self.sync());
-        if let Err(error) = ended {
-            let disk = self.disk.chain_text();
-            tracing::error!(
-                "{disk}: the lock stays, because written data may be lost: {error}; do not \
-                 continue on another host; repair the storage and start again"
-            );
-            return;
+        if let Some(holder) = users.holder.take_if(|holder| holder.user <= user) {
+            self.end(holder, &mut users)?;
         }
-        self.unlock();
-        users.holder = None;
+        Ok(())
+    }
+
+    /// Ends a use, and releases the lock if no data is lost.
+    fn end(&self, holder: Holder, users: &mut Users) -> io::Result<()> {
+        let ended = self.disk.hand_over().end_use();
+        let Err(error) = ended.map_err(io::Error::other).and(self.sync()) else {
+            self.unlock();
+            return Ok(());
+        };
+        users.holder = Some(Holder { is_ready: false, ..holder });
+        let disk = self.disk.chain_text();
+        let text = format!(
+            "{disk}: the lock stays, because written data may be lost: {error}; do not continue on \
+             another host; repair the storage and start again"
+        );
+        tracing::error!("{text}");
+        Err(io::Error::other(text))
     }
 
     fn unlock(&self) {
@@ -243,12 +253,12 @@ mod tests {
         assert!(!is_free(disk.path()));
         std::thread::scope(|scope| {
             let taken = scope.spawn(|| target.take(1));
-            source.release(1);
+            source.release(1).unwrap();
             taken.join().unwrap().unwrap();
         });
         assert!(!is_free(disk.path()), "the target has it");
-        source.release(1);
-        target.release(1);
+        source.release(1).unwrap();
+        target.release(1).unwrap();
         assert!(is_free(disk.path()));
     }
 
@@ -258,11 +268,11 @@ mod tests {
         let disk = tempfile::NamedTempFile::new().unwrap();
         disk.as_file().set_len(1 << 20).unwrap();
         let lock = late(disk.path());
-        lock.take(1).unwrap();
         lock.take(2).unwrap();
-        lock.release(1);
+        lock.take(1).unwrap();
+        lock.release(1).unwrap();
         assert!(!is_free(disk.path()));
-        lock.release(2);
+        lock.release(2).unwrap();
         let error = lock.take(2).unwrap_err().to_string();
         assert!(error.contains("left before"), "{error}");
         assert!(is_free(disk.path()), "a late lock stays behind");
@@ -275,14 +285,40 @@ mod tests {
         disk.as_file().set_len(1 << 20).unwrap();
         let lock = late(disk.path());
         lock.take(1).unwrap();
+        lose_data(&lock);
+        let error = lock.release(1).unwrap_err().to_string();
+        assert!(error.contains("written data may be lost"), "{error}");
+        assert!(!is_free(disk.path()), "the next user would flush without an error");
+        lock.take(2).unwrap();
+        lock.release(2).unwrap_err();
+        assert!(!is_free(disk.path()));
+    }
+
+    /// Another host would have the disk, and not its data.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_lock_that_a_loss_keeps_outlasts_a_user_who_is_refused() {
+        for is_lost_before in [true, false] {
+            let disk = tempfile::NamedTempFile::new().unwrap();
+            disk.as_file().set_len(1 << 20).unwrap();
+            let lock = late(disk.path());
+            if is_lost_before {
+                lock.take(1).unwrap();
+            }
+            lose_data(&lock);
+            assert_eq!(lock.release(1).is_err(), is_lost_before);
+            disk.as_file().set_len(1 << 19).unwrap();
+            lock.take(2).unwrap_err();
+            assert!(!is_free(disk.path()));
+            lock.release(2).unwrap_err();
+            assert!(!is_free(disk.path()));
+        }
+    }
+
+    fn lose_data(lock: &LateLock) {
         let loss = lock.file().unwrap().loss();
         let tracked = loss.begin(OpKind::Flush);
         loss.end_op(tracked, OpKind::Flush, libc::EIO, Instant::now());
-        lock.release(1);
-        assert!(!is_free(disk.path()), "the next user would flush without an error");
-        lock.take(2).unwrap();
-        lock.release(2);
-        assert!(!is_free(disk.path()));
     }
 
     /// The kernel refuses a read lock on a file that is open for writing alone, as some file
@@ -318,9 +354,9 @@ mod tests {
         let second = LateLock::new(first.disk.clone());
         first.take(1).unwrap();
         assert!(matches!(second.try_take(None), Ok(Err(Conflict::Locked))));
-        first.release(1);
+        first.release(1).unwrap();
         second.take(3).unwrap();
-        second.release(3);
+        second.release(3).unwrap();
     }
 
     /// The front-end would read beyond the end.
@@ -337,7 +373,7 @@ mod tests {
         disk.as_file().set_len(1 << 21).unwrap();
         lock.take(2).unwrap();
         assert!(lock.disk.is_exclusive());
-        lock.release(2);
+        lock.release(2).unwrap();
         assert!(!lock.disk.is_exclusive() && is_free(disk.path()));
     }
 
