@@ -325,7 +325,8 @@ impl Daemon {
         set_up(&self.args, &threads, (&log_name, &mut disk), choice)?;
         let locked = disk_locks.iter().try_for_each(|locks| locks.add(place, &disk.source));
         locked.map_err(anyhow::Error::from)?;
-        let unlock = || disk_locks.iter().for_each(|locks| locks.remove(place));
+        // Nothing has been written.
+        let unlock = || disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
         let added = unit.add_to(&device, &name, &disk, &self.shared_disks);
         added.inspect_err(|_| unlock())?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
@@ -352,9 +353,15 @@ impl Daemon {
         if let Some(unit) = unit {
             lock.close_unit(|| unit.close());
         }
-        disk_locks.iter().for_each(|locks| locks.remove(place));
+        let unlocked = disk_locks.iter().try_for_each(|locks| locks.remove(place));
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
+        unlocked.with_context(|| {
+            format!(
+                "logical unit {place} of {export} is removed, but its disk is in use until \
+                     the export ends"
+            )
+        })?;
         Ok(Reply::UnitRemoved)
     }
 

@@ -467,9 +467,7 @@ impl Connection {
     pub(super) fn started(&mut self, start: Start, result: io::Result<()>) -> Outcome {
         match (result, start) {
             // The front-end comes again, and finds the lock free or not.
-            (Err(error), _) if self.run_lock.take_failure() => {
-                Outcome::End(error.to_string())
-            }
+            (Err(error), _) if self.run_lock.take_failure() => Outcome::End(error.to_string()),
             (Err(error), Start { undo: Some(undo), .. }) => {
                 self.begin(Change::Restore(*undo, error.into()))
             }

@@ -64,11 +64,7 @@ struct Ending(Option<Turn>);
 
 impl Ending {
     /// Begins to end a turn on a thread.
-    fn begin(
-        turn: Turn,
-        examiner: &Examiner,
-        waker: &Waker,
-    ) -> oneshot::Receiver<io::Result<()>> {
+    fn begin(turn: Turn, examiner: &Examiner, waker: &Waker) -> oneshot::Receiver<io::Result<()>> {
         let mut ending = Self(Some(turn));
         let released = examiner.lock(move || ending.run());
         released.wake(waker);

@@ -19,6 +19,10 @@ struct State {
     locks: Vec<Placed>,
     /// The user for whom all disks are locked.
     holder: Option<u64>,
+    /// The highest number of a user whose use has ended.
+    ended: u64,
+    /// Locks of removed disks that may have lost data. They stay until the export ends.
+    kept: Vec<Arc<LateLock>>,
 }
 
 /// The lock of the disk at a place.
@@ -41,7 +45,7 @@ impl DiskLocks {
             let lock = Arc::new(disk.late_lock().filter(|_| settings.late_lock)?);
             Some(Placed { place, lock })
         });
-        let state = State { locks: locks.collect(), holder: None };
+        let state = State { locks: locks.collect(), ..State::default() };
         Some(Arc::new(Self(Lock::new(state))))
     }
 
@@ -68,32 +72,50 @@ impl DiskLocks {
         if self.0.lock().holder != Some(user) {
             return Ok(());
         }
-        taken.inspect_err(|_| self.remove(place))
+        // The log has the reason if its lock stays.
+        taken.inspect_err(|_| drop(self.remove(place)))
     }
 
     /// Removes the disk of a unit that has no more requests, and unlocks it.
-    pub(crate) fn remove(&self, place: UnitPlace) {
-        let mut state = self.0.lock();
-        let holder = state.holder;
-        let (removed, kept) = state.locks.drain(..).partition(|placed| placed.place == Some(place));
-        state.locks = kept;
-        drop(state);
-        let removed: Vec<Placed> = removed;
-        if let Some(user) = holder {
-            removed.iter().for_each(|placed| drop(placed.lock.release(user)));
-        }
+    ///
+    /// # Errors
+    ///
+    /// If written data may be lost. The disk stays locked until the export ends.
+    pub(crate) fn remove(&self, place: UnitPlace) -> io::Result<()> {
+        let (removed, user) = {
+            let mut state = self.0.lock();
+            let is_removed = |placed: &mut Placed| placed.place == Some(place);
+            let removed: Vec<_> = state.locks.extract_if(.., is_removed).collect();
+            (removed, state.holder.unwrap_or(state.ended))
+        };
+        let release = |Placed { lock, .. }: Placed| {
+            lock.release(user).inspect_err(|_| self.0.lock().kept.push(lock))
+        };
+        removed.into_iter().map(release).fold(Ok(()), io::Result::and)
     }
 
-    /// The first lock that `is_taken` does not have.
-    fn next(&self, user: u64, taken: &[Placed]) -> Option<Placed> {
+    /// The first lock that `taken` does not have. `None`: the user holds all locks.
+    fn next(&self, user: u64, taken: &[Placed]) -> io::Result<Option<Placed>> {
         let mut state = self.0.lock();
+        if state.ended >= user {
+            return Err(io::Error::other("the front-end left before all disks were locked"));
+        }
         let is_new =
             |placed: &&Placed| !taken.iter().any(|taken| Arc::ptr_eq(&taken.lock, &placed.lock));
         let next = state.locks.iter().find(is_new).cloned();
         if next.is_none() {
-            state.holder = Some(user);
+            state.holder = state.holder.max(Some(user));
         }
-        next
+        Ok(next)
+    }
+
+    /// Takes all locks that `taken` does not have, one by one.
+    fn take_rest(&self, user: u64, taken: &mut Vec<Placed>) -> io::Result<()> {
+        while let Some(placed) = self.next(user, taken)? {
+            placed.lock.take(user).map_err(io::Error::other)?;
+            taken.push(placed);
+        }
+        Ok(())
     }
 }
 
@@ -101,22 +123,18 @@ impl RunLock for DiskLocks {
     /// Takes all locks, or none.
     fn take(&self, user: u64) -> io::Result<()> {
         let mut taken = Vec::new();
-        while let Some(placed) = self.next(user, &taken) {
-            if let Err(error) = placed.lock.take(user) {
-                // The log has the reason if a lock stays.
-                taken.iter().for_each(|placed: &Placed| drop(placed.lock.release(user)));
-                return Err(io::Error::other(error));
-            }
-            taken.push(placed);
-        }
-        Ok(())
+        self.take_rest(user, &mut taken).inspect_err(|_| {
+            // The log has the reason if a lock stays.
+            taken.iter().for_each(|placed| drop(placed.lock.release(user)));
+        })
     }
 
     /// Releases all locks, each if its disk has lost no data.
     fn release(&self, user: u64) -> io::Result<()> {
         let locks = {
             let mut state = self.0.lock();
-            state.holder = state.holder.filter(|holder| *holder != user);
+            state.ended = state.ended.max(user);
+            state.holder = state.holder.filter(|holder| *holder > user);
             state.locks.clone()
         };
         let released = locks.iter().map(|placed| placed.lock.release(user));
@@ -163,11 +181,12 @@ mod tests {
         assert!(locks.take(2).is_err());
         assert!(is_free(first.path()) && !locks.are_held(), "half of the locks stay");
         other.release(1).unwrap();
+        locks.take(4).unwrap();
         locks.take(3).unwrap();
         assert!(!is_free(first.path()) && !is_free(second.path()) && locks.are_held());
-        locks.release(2).unwrap();
-        assert!(locks.are_held(), "an earlier user ends");
         locks.release(3).unwrap();
+        assert!(locks.are_held(), "an earlier user ends");
+        locks.release(4).unwrap();
         assert!(is_free(first.path()) && is_free(second.path()) && !locks.are_held());
     }
 
@@ -179,9 +198,50 @@ mod tests {
         locks.take(5).unwrap();
         locks.add(SECOND, &late(second.path())).unwrap();
         assert!(!is_free(second.path()), "it runs beside another program");
-        locks.remove(FIRST);
+        locks.remove(FIRST).unwrap();
         assert!(is_free(first.path()) && !is_free(second.path()));
         locks.release(5).unwrap();
         assert!(is_free(second.path()));
+    }
+    /// The first lock is taken for a user, while its front-end leaves and another one comes.
+    #[test]
+    fn an_attempt_that_outlives_its_turn_holds_nothing() {
+        let disks = [disk(), disk()];
+        let locks = DiskLocks::default();
+        locks.add(FIRST, &late(disks[0].path())).unwrap();
+        let mut taken = Vec::new();
+        let first = locks.next(1, &taken).unwrap().unwrap();
+        first.lock.take(1).unwrap();
+        taken.push(first);
+        locks.release(1).unwrap();
+        let error = locks.next(1, &taken).map(drop).unwrap_err().to_string();
+        assert!(error.contains("the front-end left"), "{error}");
+        assert!(!locks.are_held() && is_free(disks[0].path()));
+        locks.take(2).unwrap();
+        locks.add(SECOND, &late(disks[1].path())).unwrap();
+        assert!(locks.take(1).is_err(), "the turn has ended");
+        assert!(!is_free(disks[0].path()) && !is_free(disks[1].path()));
+        locks.release(2).unwrap();
+        assert!(!locks.are_held() && is_free(disks[0].path()) && is_free(disks[1].path()));
+    }
+
+    /// The log reports that the lock stays.
+    #[test]
+    fn a_removed_disk_that_may_have_lost_data_stays_locked() {
+        for is_in_use in [true, false] {
+            let disk = disk();
+            let locks = DiskLocks::default();
+            let source = late(disk.path());
+            locks.add(FIRST, &source).unwrap();
+            locks.take(1).unwrap();
+            source.hand_over().inherit(Some(libc::EIO), false);
+            drop(source);
+            assert!(is_in_use || locks.release(1).is_err());
+            let error = locks.remove(FIRST).unwrap_err().to_string();
+            assert!(error.contains("written data may be lost"), "{error}");
+            assert!(!is_free(disk.path()), "another host may continue");
+            drop(locks);
+            assert!(is_free(disk.path()));
+        }
     }
 }

@@ -889,4 +889,28 @@ pub(super) mod tests {
         }
         assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
     }
+    /// The guest may be about to continue on another host, without the lost data.
+    #[test]
+    fn a_lock_that_a_loss_keeps_is_not_released_for_another_process() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        for (is_late, is_held, loss, is_released) in [
+            (true, false, Some(libc::EIO), false),
+            (true, false, None, true),
+            (true, true, Some(libc::EIO), true),
+            (false, false, Some(libc::EIO), true),
+        ] {
+            let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+            let disk = DiskSource::file(file.path(), &options).unwrap();
+            disk.hand_over().inherit(loss, false);
+            let (ours, _theirs) = UnixStream::pair().unwrap();
+            let mut export = Scene::on(disk, Endpoint::Connection(ours)).export();
+            let locks = Arc::<DiskLocks>::default();
+            if is_held {
+                locks.take(1).unwrap();
+            }
+            export.disk_locks = is_late.then_some(locks);
+            assert_eq!(export.disks_to_release().len(), usize::from(is_released), "{loss:?}");
+        }
+    }
 }

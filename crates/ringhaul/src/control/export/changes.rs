@@ -120,6 +120,14 @@ impl Export {
         Ok(ResizingDisk { id: self.id(), log_name, device, disk, is_locked })
     }
 
+    /// The disks that this process releases when another one has taken over. A lock that stays
+    /// after a loss of data, and that no front-end uses, is not released.
+    pub(in crate::control) fn disks_to_release(&self) -> Vec<DiskSource> {
+        let is_idle = self.disk_locks.as_ref().is_some_and(|locks| !locks.are_held());
+        let stays = |disk: &&DiskSource| is_idle && disk.hand_over().loss().is_some();
+        self.disks.iter().filter(|disk| !stays(disk)).cloned().collect()
+    }
+
     /// The index of the disk at this place.
     fn index_of(&self, place: Option<UnitPlace>) -> Answered<usize> {
         let name = || self.spec.name();

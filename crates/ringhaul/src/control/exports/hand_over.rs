@@ -136,8 +136,8 @@ impl Exports {
         Ok(Paused { exports, fds, disks, since })
     }
 
-    /// Leaves the exports to the new process, unless the hand-over was cancelled. Returns their
-    /// disks.
+    /// Leaves the exports to the new process, unless the hand-over was cancelled. Returns the disks
+    /// that this process has to release.
     pub(in crate::control) fn commit(&mut self) -> Answered<Vec<DiskSource>> {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
@@ -145,7 +145,7 @@ impl Exports {
         self.hand_over = Some(HandOver::Committed);
         // The manager would discard descriptors of the new process that it has already.
         self.list.iter_mut().for_each(Export::stop_keeping);
-        Ok(self.list.iter().flat_map(|export| export.disks.clone()).collect())
+        Ok(self.list.iter().flat_map(|export| export.disks_to_release()).collect())
     }
 
     /// Cancels a hand-over and resumes the exports, which are about to stop.
