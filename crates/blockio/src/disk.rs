@@ -32,7 +32,7 @@ use crate::op::bounce::BounceShare;
 use crate::thread::io::Io;
 use driver::{Driver, FilePosition, Route};
 use file::FileDisk;
-pub use file::late_lock::{LATE_LOCK_PATIENCE, LateLock};
+pub use file::late_lock::{LATE_LOCK_PATIENCE, LateLock, smaller};
 pub use file::lock::{find_holders, set_holder_finder};
 pub use file::opening::open_for_other;
 pub use file::size_probe::SizeProbe;

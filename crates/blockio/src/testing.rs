@@ -302,6 +302,10 @@ impl DriverSource for RemoteStubSource {
         "elsewhere"
     }
 
+    fn changes_users(&self) -> bool {
+        true
+    }
+
     fn abilities(&self) -> Abilities {
         Abilities { zeroes: true, resize: true, ..Abilities::default() }
     }

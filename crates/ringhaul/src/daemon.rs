@@ -374,7 +374,7 @@ impl Daemon {
         let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
         let ResizingDisk { log_name, device, disk, is_locked, .. } = resizing;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
-        let before = disk.info().size_bytes;
+        let before = disk.announced_bytes();
         check_lock(is_locked, wanted)
             .with_context(|| format!("cannot resize {what} of {export}"))
             .map_err(CommandError::Invalid)?;

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, ringhaul};
+use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::{self, LoopDevice, can_change_system, thread_id};
 use ringhaul_tools::process::retry;
@@ -206,6 +207,19 @@ fn a_device_that_grows_is_noticed_while_a_file_system_hangs() -> Result<()> {
     daemon.wait_for("finishing requests")?;
     fuse.release();
     daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// Another host has extended the disk, and its guest comes with the new size.
+#[test]
+fn a_disk_that_grew_before_its_lock_is_used_at_once_and_announced() -> Result<()> {
+    let folders = test_folders()?;
+    let (file, vm) = (folders.disk("disk.img", MIB)?, folders.socket("vm"));
+    let (mut daemon, _client) = serve(&folders, &[export(&vm, &file, ",lock=late")])?;
+    set_len(&file, 4 * MIB)?;
+    let mut front_end = Frontend::attach(&vm, &Setup::default())?;
+    front_end.write(0, 3 * MIB / 512, &[7; 4096])?;
+    daemon.wait_for("the disk has 4194304 bytes, not 1048576")?;
     Ok(())
 }
 

@@ -28,6 +28,19 @@ impl DiskSource {
         self.shared.info(&self.info)
     }
 
+    /// The size that users of the disk know. It differs from the present one after another process
+    /// has changed it ([`LateLock::take`]), until
+    /// [`note_announcement`](Self::note_announcement).
+    #[must_use]
+    pub fn announced_bytes(&self) -> u64 {
+        self.shared.announced_bytes()
+    }
+
+    /// Notes that users are told the present size.
+    pub fn note_announcement(&self) {
+        self.shared.set_announced(true);
+    }
+
     /// The abilities of the disk, unless it is read-only.
     #[must_use]
     pub fn abilities(&self) -> Abilities {

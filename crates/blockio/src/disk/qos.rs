@@ -24,6 +24,9 @@ use limits::{Buckets, Limits};
 #[derive(Debug)]
 pub(crate) struct Shared {
     size_bytes: AtomicU64,
+    /// The size that users of the disk still believe in, if another process has changed it; 0 if
+    /// they know the present one.
+    believed_bytes: AtomicU64,
     /// The bytes that requests reach without further checks: all, or none if there are limits. So
     /// limits cost nothing on a disk that has none: each request is compared with this number only.
     direct_bytes: AtomicU64,
@@ -65,6 +68,7 @@ impl Shared {
     pub(crate) fn new(size_bytes: u64) -> Self {
         Self {
             size_bytes: AtomicU64::new(size_bytes),
+            believed_bytes: AtomicU64::new(0),
             direct_bytes: AtomicU64::new(size_bytes),
             probes: AtomicU64::new(0),
             found_by_probe: AtomicU64::new(0),
@@ -92,6 +96,20 @@ impl Shared {
     #[inline]
     pub(crate) fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The size that users of the disk have been told.
+    pub(crate) fn announced_bytes(&self) -> u64 {
+        match self.believed_bytes.load(Ordering::Relaxed) {
+            0 => self.size_bytes(),
+            believed => believed,
+        }
+    }
+
+    /// Notes that users know the present size: now, or until it changes.
+    pub(crate) fn set_announced(&self, is_announced: bool) {
+        let believed = if is_announced { 0 } else { self.announced_bytes() };
+        self.believed_bytes.store(believed, Ordering::Relaxed);
     }
 
     #[inline]

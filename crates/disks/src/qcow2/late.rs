@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe};
+use blockio::disk::{Abilities, DiskInfo, DiskState, Link, Placement, SizeProbe, smaller};
 use blockio::driver::{Driver, DriverSource};
 use blockio::executor::Lock;
 use blockio::{DiskSource, EngineKind, Error, Io};
@@ -172,8 +172,13 @@ impl DriverSource for LateSource {
 
     fn begin_use(&self) -> Result<(), Error> {
         self.below.hand_over().begin_use()?;
+        let known = self.source().known_size()?;
         let opened = (self.open)(self.read_layers()?, false)?;
         let info = opened.info;
+        // The header has the size, wherever the image is.
+        if info.size_bytes < known {
+            return Err(refused(&self.below, smaller(info.size_bytes, known)));
+        }
         if info.logical_block_bytes != self.info.logical_block_bytes {
             let reason = format!(
                 "its logical block has {} bytes, and the front-end knows it with {}; start this \

@@ -1,9 +1,11 @@
 //! Images that two processes have open, and use in turn.
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::process::Command;
 
 use blockio::disk::LateLock;
+use blockio::testing::RemoteStub;
 use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::TempDir;
@@ -185,18 +187,89 @@ fn an_image_that_has_become_another_one_is_refused() {
     assert!(!is_locked(&scene.image));
 }
 
-/// It may have grown on a second host.
+/// It may have grown on a second host, and requests rely on that.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_larger_size_is_found_by_the_probe() {
+fn a_larger_size_is_used_at_once() {
     let Some(scene) = Scene::new(&[]) else { return };
-    let processes = [scene.late(), scene.late()];
-    processes[0].lock.take(1).unwrap();
-    processes[0].source.set_size(2 * DISK_BYTES as u64, || ()).unwrap();
-    processes[0].lock.release(1).unwrap();
-    processes[1].lock.take(2).unwrap();
-    let probe = processes[1].source.size_probe().unwrap();
-    assert_eq!(probe.size_bytes().unwrap(), Some(2 * DISK_BYTES as u64));
-    assert_eq!(processes[1].source.refresh().unwrap(), 2 * DISK_BYTES as u64);
-    processes[1].lock.release(2).unwrap();
+    let (before, after) = (DISK_BYTES as u64, 2 * DISK_BYTES as u64);
+    let [first, second] = [scene.late(), scene.late()];
+    first.lock.take(1).unwrap();
+    first.source.set_size(after, || ()).unwrap();
+    first.lock.release(1).unwrap();
+    second.lock.take(2).unwrap();
+    let source = &second.source;
+    assert_eq!((source.info().size_bytes, source.announced_bytes()), (after, before));
+    let disk = source.attach(scene.thread.io());
+    let beyond = disk.write(before, Buffers::from_vec(vec![5; CLUSTER]), false);
+    scene.thread.block_on(beyond).unwrap().unwrap();
+    assert_eq!(source.size_probe().unwrap().size_bytes().unwrap(), Some(after));
+    second.lock.release(2).unwrap();
+}
+
+/// An image on a server. `None` without qemu-img.
+fn image_on_server() -> Option<(RemoteStub, IoThread)> {
+    let scene = Scene::new(&[])?;
+    let mut content = scene.bytes();
+    content.resize(content.len().next_multiple_of(4096), 0);
+    Some((RemoteStub::exclusive(&content), scene.thread))
+}
+
+/// Another process gives the disk in an image another size.
+fn write_size(end: &RemoteStub, thread: &IoThread, size_bytes: u64) {
+    let mut header = end.content()[..4096].to_vec();
+    header[24..32].copy_from_slice(&size_bytes.to_be_bytes());
+    let disk = end.clone().source().attach(thread.io());
+    thread.block_on(disk.write(0, Buffers::from_vec(header), false)).unwrap().unwrap();
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_size_of_an_image_on_a_server_is_checked() {
+    let Some((end, thread)) = image_on_server() else { return };
+    // The table of the image has room for the largest size.
+    let size = DISK_BYTES as u64 / 2;
+    write_size(&end, &thread, size);
+    let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
+    let source = crate::qcow2::open_late(layers).unwrap();
+    let lock = source.late_lock().unwrap();
+    write_size(&end, &thread, size / 2);
+    let refused = lock.take(1).unwrap_err().to_string();
+    assert!(refused.contains("1048576 bytes") && refused.contains("2097152"), "{refused}");
+    assert!(refused.contains("restore its size"), "{refused}");
+    for (user, now) in [(2, size), (3, 2 * size)] {
+        write_size(&end, &thread, now);
+        lock.take(user).unwrap();
+        assert_eq!((source.info().size_bytes, source.announced_bytes()), (now, size));
+        lock.release(user).unwrap();
+    }
+}
+
+/// A request repeats a look-up that other requests undo. Beyond the end none would succeed.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_request_beyond_the_end_of_an_image_fails() {
+    let Some((end, thread)) = image_on_server() else { return };
+    let layers = vec![Layer::qcow2(end.source()).unwrap()];
+    let source = crate::qcow2::open(layers, false).unwrap();
+    let size = DISK_BYTES as u64;
+    source.adopt_size(2 * size);
+    let disk = source.attach(thread.io());
+    let buffers = || Buffers::from_vec(vec![5; 2 * CLUSTER]);
+    // The first write makes the image count clusters ahead.
+    thread.block_on(disk.write(0, buffers(), false)).unwrap().unwrap();
+    for offset in [size - CLUSTER as u64, size, 2 * size - 2 * CLUSTER as u64] {
+        let read = async { disk.read(offset, buffers()).await.is_err() };
+        let written = async { disk.write(offset, buffers(), false).await.is_err() };
+        let found = async { disk.block_status(offset, 2 * CLUSTER as u64).await.is_err() };
+        let zeroed = async { disk.write_zeroes(offset, 2 * CLUSTER as u64, true).await.is_err() };
+        let mut all = pin!(async { [read.await, written.await, found.await, zeroed.await] });
+        let mut polls = 0;
+        let failed = std::future::poll_fn(|context| {
+            polls += 1;
+            assert!(polls < 1000, "a request is repeated");
+            all.as_mut().poll(context)
+        });
+        assert_eq!(thread.block_on(failed).unwrap(), [true; 4]);
+    }
 }

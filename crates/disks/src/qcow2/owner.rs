@@ -283,6 +283,7 @@ impl Owner {
         let mut data = vec![0; iomem::fits(range.end - range.start, "bytes in memory")];
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
+        check_end(&image, &range)?;
         self.read_into(&image, &mut data, range.start).await?;
         Ok(data)
     }
@@ -306,6 +307,7 @@ impl Owner {
         let table = &self.core.table;
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
+        check_end(&image, range)?;
         let size = image.size();
         let mut at = range.start - range.start % span;
         let end = range.end.next_multiple_of(span).min(size);
@@ -377,6 +379,7 @@ impl Owner {
     async fn write_concurrently(&self, range: &Range<u64>, data: &[u8]) -> io::Result<bool> {
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
+        check_end(&image, range)?;
         let is_possible = !self.changes.has_failed() && !self.releases_space(&image, range).await?;
         let mut done = 0;
         while is_possible && done < data.len() {
@@ -460,6 +463,18 @@ impl Owner {
             let _ = op.await;
         }
     }
+}
+
+/// Refuses a range beyond the end: nothing there has a place, however often a request asks for it.
+fn check_end(image: &Format, range: &Range<u64>) -> io::Result<()> {
+    let size = image.size();
+    if range.end <= size {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "a request for the bytes up to {} goes beyond its end at {size}",
+        range.end
+    )))
 }
 
 #[cfg(test)]

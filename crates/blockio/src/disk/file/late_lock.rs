@@ -62,9 +62,9 @@ impl LateLock {
         })
     }
 
-    /// Takes the lock for a user. Then drops the pages of the file from the page cache, and has
-    /// layers read their tables: another process may have written since these were read. Waits ten
-    /// seconds at most for another user of the file to release it.
+    /// Takes the lock for a user. Then drops the pages of the file from the page cache, has layers
+    /// read their tables, and takes over a larger size: another process may have written since
+    /// these were read. Waits ten seconds at most for another user of the file to release it.
     ///
     /// # Errors
     ///
@@ -118,7 +118,7 @@ impl LateLock {
     /// released, but not a lock that a loss of data has kept from an earlier user.
     fn prepare(&self, user: u64, holder: Holder, users: &mut Users) -> Result<(), Error> {
         if !holder.is_ready {
-            let begun = self.disk.hand_over().begin_use().and_then(|()| self.check_size());
+            let begun = self.disk.hand_over().begin_use().and_then(|()| self.adopt_size());
             if let Err(error) = begun {
                 // The log has the reason if it stays.
                 let _ = self.end(holder, users);
@@ -129,19 +129,24 @@ impl LateLock {
         Ok(())
     }
 
-    /// Refuses a disk that has become smaller: the front-end has been told of its size. A larger
-    /// size is noticed by its [probe](DiskSource::size_probe).
-    fn check_size(&self) -> Result<(), Error> {
-        if !self.disk.has_engine() {
-            // A server or a cluster announces its size.
-            return Ok(());
-        }
-        let (known, now) = (self.disk.info().size_bytes, self.disk.probe_size()?);
+    /// Takes over a larger size, on which the first request may rely, and leaves its
+    /// [announcement](DiskSource::announced_bytes) to the owner of the disk. Refuses a smaller
+    /// size: the front-end knows the larger one.
+    fn adopt_size(&self) -> Result<(), Error> {
+        let info = self.disk.info();
+        let known = info.size_bytes;
+        let now = match self.disk.has_engine() {
+            true => self.disk.probe_size()?,
+            // A server announces its size. An image refuses a smaller one by itself.
+            false => self.disk.covered_bytes()?,
+        };
         if now < known {
-            return Err(self.unusable(&format!(
-                "it has {now} bytes, and the front-end knows it with {known}; restore its size, or \
-                 start this daemon and the front-end again"
-            )));
+            return Err(self.unusable(&smaller(now, known)));
+        }
+        let now = now - now % u64::from(info.logical_block_bytes);
+        if now > known {
+            self.disk.shared.set_announced(false);
+            self.disk.adopt_size(now);
         }
         Ok(())
     }
@@ -207,6 +212,15 @@ impl LateLock {
     fn unusable(&self, reason: &str) -> Error {
         self.disk.refused("", reason)
     }
+}
+
+/// The reason to refuse a disk that has become smaller.
+#[must_use]
+pub fn smaller(now: u64, known: u64) -> String {
+    format!(
+        "it has {now} bytes, and the front-end knows it with {known}; restore its size, or start \
+         this daemon and the front-end again"
+    )
 }
 
 /// Adds advice to the error of a file system that refuses locks.
@@ -375,6 +389,24 @@ mod tests {
         assert!(lock.disk.is_exclusive());
         lock.release(2).unwrap();
         assert!(!lock.disk.is_exclusive() && is_free(disk.path()));
+    }
+
+    /// The first request may use the new space, and the owner must still announce it.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_larger_file_is_used_at_once_and_announced_later() {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        let sizes = |lock: &LateLock| (lock.disk.info().size_bytes, lock.disk.announced_bytes());
+        disk.as_file().set_len(1 << 20).unwrap();
+        let lock = late(disk.path());
+        for (user, size) in [(1, 1 << 20), (2, 1 << 21), (3, 1 << 22)] {
+            disk.as_file().set_len(size).unwrap();
+            lock.take(user).unwrap();
+            assert_eq!(sizes(&lock), (size, 1 << 20));
+            lock.release(user).unwrap();
+        }
+        lock.disk.note_announcement();
+        assert_eq!(sizes(&lock), (1 << 22, 1 << 22));
     }
 
     /// Another host may have written while it had the lock.

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use imago::{Mapping, Storage as _};
 
-use super::{OWNER, Owner};
+use super::{OWNER, Owner, check_end};
 use crate::qcow2::format::{Format, has_any};
 use crate::qcow2::place_table::Place;
 use crate::qcow2::storage::Store;
@@ -55,6 +55,7 @@ impl Owner {
     pub(super) async fn place_concurrently(&self, range: &Range<u64>) -> io::Result<bool> {
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
+        check_end(&image, range)?;
         if self.changes.has_failed() || self.releases_space(&image, range).await? {
             return Ok(false);
         }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use imago::Mapping;
 
-use super::Owner;
+use super::{Owner, check_end};
 use crate::qcow2::format::{Format, has_any};
 use crate::qcow2::storage::Store;
 
@@ -61,6 +61,7 @@ impl Owner {
     async fn is_zero(&self, range: &Range<u64>) -> io::Result<bool> {
         let _permit = self.acquire_permit().await?;
         let image = self.image().await?.read().await;
+        check_end(&image, range)?;
         Ok(!has_any(&image, range, is_data).await?)
     }
 

@@ -224,6 +224,7 @@ impl Export {
     /// itself.
     pub(in crate::control) fn report_size(&self, unit: Option<UnitPlace>) {
         if let Some(disk) = self.disk_at(unit) {
+            disk.note_announcement();
             self.log.report(|| EventDetails::Resized { unit, size_bytes: disk.info().size_bytes });
         }
         if matches!(self.spec.device, DeviceSpec::Blk(_)) {
@@ -270,7 +271,7 @@ impl Export {
     /// Describes its disks, to be watched.
     pub(in crate::control) fn watched_disks(&self) -> Vec<WatchedDisk> {
         let watched = |(place, disk): (Option<UnitPlace>, &DiskSource)| {
-            let (export, size_bytes) = (self.spec.name(), disk.info().size_bytes);
+            let (export, size_bytes) = (self.spec.name(), disk.announced_bytes());
             let (waited, trouble) = disk.retry_totals();
             WatchedDisk {
                 export,
