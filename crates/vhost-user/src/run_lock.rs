@@ -46,6 +46,9 @@ pub(super) struct SessionLock {
 enum State {
     #[default]
     Free,
+    /// The lock came with the session from another process. The turn has to take it here before a
+    /// ring runs, and before it can end.
+    Inherited(Turn),
     Taking(Turn, oneshot::Receiver<io::Result<()>>),
     Held(Turn),
     Releasing(oneshot::Receiver<io::Result<()>>),
@@ -59,20 +62,39 @@ struct Turn {
     number: u64,
 }
 
+impl Turn {
+    fn new(lock: &Arc<dyn RunLock>) -> Self {
+        let number = TURNS.fetch_add(1, Ordering::Relaxed) + 1;
+        Self { lock: Arc::clone(lock), number }
+    }
+}
+
 /// The end of a turn. It comes when this is dropped, if it has not come before.
-struct Ending(Option<Turn>);
+struct Ending {
+    turn: Option<Turn>,
+    is_inherited: bool,
+}
 
 impl Ending {
     /// Begins to end a turn on a thread.
-    fn begin(turn: Turn, examiner: &Examiner, waker: &Waker) -> oneshot::Receiver<io::Result<()>> {
-        let mut ending = Self(Some(turn));
+    fn begin(
+        turn: Turn,
+        is_inherited: bool,
+        examiner: &Examiner,
+        waker: &Waker,
+    ) -> oneshot::Receiver<io::Result<()>> {
+        let mut ending = Self { turn: Some(turn), is_inherited };
         let released = examiner.lock(move || ending.run());
         released.wake(waker);
         released
     }
 
     fn run(&mut self) -> io::Result<()> {
-        self.0.take().map_or(Ok(()), |turn| turn.lock.release(turn.number))
+        let Some(Turn { lock, number }) = self.turn.take() else { return Ok(()) };
+        if self.is_inherited {
+            lock.take(number)?;
+        }
+        lock.release(number)
     }
 }
 
@@ -88,6 +110,16 @@ impl SessionLock {
         matches!(self.state, State::Held(_))
     }
 
+    /// Returns true if another process that continues the session inherits the lock.
+    pub(super) fn is_inheritable(&self) -> bool {
+        matches!(self.state, State::Held(_) | State::Inherited(_))
+    }
+
+    /// Notes that another process has held the lock for the session.
+    pub(super) fn inherit(&mut self, lock: &Arc<dyn RunLock>) {
+        self.state = State::Inherited(Turn::new(lock));
+    }
+
     /// Has [`poll`](Self::poll) take the lock for a ring.
     pub(super) fn hold_back(&mut self, ring: usize) {
         self.held_back.push(ring);
@@ -101,7 +133,8 @@ impl SessionLock {
     /// Begins to release the lock if it is held.
     pub(super) fn begin_release(&mut self, examiner: &Examiner, waker: &Waker) {
         self.state = match std::mem::take(&mut self.state) {
-            State::Held(turn) => State::Releasing(Ending::begin(turn, examiner, waker)),
+            State::Held(turn) => State::Releasing(Ending::begin(turn, false, examiner, waker)),
+            State::Inherited(turn) => State::Releasing(Ending::begin(turn, true, examiner, waker)),
             other => other,
         };
     }
@@ -118,8 +151,9 @@ impl SessionLock {
             State::Free => None,
             State::Releasing(released) => Some(released),
             State::Taking(turn, _) | State::Held(turn) => {
-                Some(Ending::begin(turn, examiner, waker))
+                Some(Ending::begin(turn, false, examiner, waker))
             }
+            State::Inherited(turn) => Some(Ending::begin(turn, true, examiner, waker)),
         }
     }
 
@@ -155,11 +189,17 @@ impl SessionLock {
                 self.state = State::Held(turn);
                 return Poll::Ready(Ok(Vec::new()));
             }
-            State::Free if self.held_back.is_empty() => return Poll::Ready(Ok(Vec::new())),
-            State::Free => {
-                let number = TURNS.fetch_add(1, Ordering::Relaxed) + 1;
-                let (turn, taking) = (Turn { lock: Arc::clone(lock), number }, Arc::clone(lock));
-                let taken = examiner.lock(move || taking.take(number));
+            state @ (State::Free | State::Inherited(_)) if self.held_back.is_empty() => {
+                self.state = state;
+                return Poll::Ready(Ok(Vec::new()));
+            }
+            state @ (State::Free | State::Inherited(_)) => {
+                let turn = match state {
+                    State::Inherited(turn) => turn,
+                    _ => Turn::new(lock),
+                };
+                let taking = turn.clone();
+                let taken = examiner.lock(move || taking.lock.take(taking.number));
                 taken.wake(waker);
                 self.state = State::Taking(turn, taken);
                 // An answer that is there already wakes nothing.

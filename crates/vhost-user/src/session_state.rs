@@ -43,6 +43,9 @@ pub struct SessionState {
     log: Option<RegionState>,
     #[serde(default, skip_serializing_if = "is_off")]
     log_all: bool,
+    /// True if the session held the lock of its disks.
+    #[serde(default, skip_serializing_if = "is_off")]
+    has_lock: bool,
     rings: Vec<RingFields>,
 }
 
@@ -136,6 +139,7 @@ impl SessionState {
             own_region: None,
             log,
             log_all: connection.log_all,
+            has_lock: connection.passes_lock(),
             backend_channel: put_some(
                 fds,
                 "back-end channel",
@@ -224,6 +228,9 @@ impl SessionState {
             connection.log = Some(WriteLog::new(area, memory).map_err(io::Error::other)?);
         }
         connection.log_all = self.log_all;
+        if self.has_lock {
+            connection.inherit_lock();
+        }
         let Connection { rings, relay, setup, .. } = &mut connection;
         for (ring, fields) in rings.iter_mut().zip(self.rings) {
             // A ring that does not fit into the memory did not run in the old process either.

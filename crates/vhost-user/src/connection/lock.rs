@@ -30,6 +30,18 @@ impl Connection {
         }
     }
 
+    /// Returns true if another process that continues the session inherits the lock.
+    pub(crate) fn passes_lock(&self) -> bool {
+        self.run_lock.is_inheritable()
+    }
+
+    /// Notes that another process has held the lock for this session.
+    pub(crate) fn inherit_lock(&mut self) {
+        if let Some(lock) = &self.setup.run_lock {
+            self.run_lock.inherit(lock);
+        }
+    }
+
     /// Continues to take or release the lock. Returns true while that is not done.
     pub(super) fn awaits_lock(&mut self) -> bool {
         let Some(lock) = self.setup.run_lock.as_ref().map(Arc::clone) else { return false };

@@ -1,13 +1,15 @@
 //! The lock of a session: queues run only while the session holds it.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use blockio::disk::LateLock;
+use blockio::disk::hand_over::DiskHandOver;
 use blockio::{DiskOptions, DiskSource};
 use vhost_user::message::{Request, RingAddresses};
-use vhost_user::{RunLock, Session};
+use vhost_user::{PassedFds, RunLock, Session};
 
 use crate::scene::{Frontend, QUEUE_SIZE, Scene, USER_ADDR, new_eventfd};
 
@@ -47,8 +49,8 @@ fn is_free(disk: &Path) -> bool {
 }
 
 /// A session with this lock, whose first queue starts with the next message.
-fn attach(scene: &mut Scene, lock: impl RunLock + 'static) -> (Session, Frontend) {
-    scene.run_lock = Some(Arc::new(lock));
+fn attach(scene: &mut Scene, lock: Arc<dyn RunLock>) -> (Session, Frontend) {
+    scene.run_lock = Some(lock);
     let (mut session, mut frontend) = scene.attach();
     scene.negotiate(&mut session, &mut frontend);
     scene.share_memory(&mut session, &mut frontend);
@@ -88,7 +90,7 @@ fn a_queue_waits_for_the_lock_and_releases_it_before_its_stop_is_answered() {
     let other = late(disk.path());
     other.take(1).unwrap();
     let mut scene = Scene::new();
-    let (mut session, mut frontend) = attach(&mut scene, DiskLock(late(disk.path())));
+    let (mut session, mut frontend) = attach(&mut scene, Arc::new(DiskLock(late(disk.path()))));
     frontend.send(&START, true, &[]);
     assert_eq!(scene.drive_all(&mut session), None);
     assert_eq!(scene.io.io().tasks(), 0, "another program has the lock");
@@ -121,7 +123,7 @@ impl RunLock for Free {
 fn a_lock_that_is_taken_at_once_starts_the_queue() {
     for _ in 0..500 {
         let mut scene = Scene::new();
-        let (mut session, mut frontend) = attach(&mut scene, Free);
+        let (mut session, mut frontend) = attach(&mut scene, Arc::new(Free));
         frontend.send(&START, true, &[]);
         await_answer(&mut scene, &mut session, &mut frontend);
         drop(frontend);
@@ -137,7 +139,7 @@ fn the_end_of_a_session_waits_for_the_release() {
     let disk = tempfile::NamedTempFile::new().unwrap();
     disk.as_file().set_len(1 << 20).unwrap();
     let mut scene = Scene::new();
-    let (mut session, mut frontend) = attach(&mut scene, DiskLock(late(disk.path())));
+    let (mut session, mut frontend) = attach(&mut scene, Arc::new(DiskLock(late(disk.path()))));
     frontend.send(&START, true, &[]);
     await_answer(&mut scene, &mut session, &mut frontend);
     drop(frontend);
@@ -160,7 +162,7 @@ fn await_end(scene: &mut Scene, session: &mut Session) -> String {
 #[test]
 fn a_session_without_its_lock_ends_with_the_reason() {
     let mut scene = Scene::new();
-    let (mut session, frontend) = attach(&mut scene, Kept);
+    let (mut session, frontend) = attach(&mut scene, Arc::new(Kept));
     frontend.send(&START, true, &[]);
     let end = await_end(&mut scene, &mut session);
     assert!(
@@ -189,7 +191,7 @@ impl RunLock for Lossy {
 #[test]
 fn the_stop_of_a_queue_is_not_answered_after_a_loss() {
     let mut scene = Scene::new();
-    let (mut session, mut frontend) = attach(&mut scene, Lossy);
+    let (mut session, mut frontend) = attach(&mut scene, Arc::new(Lossy));
     frontend.send(&START, true, &[]);
     await_answer(&mut scene, &mut session, &mut frontend);
     frontend.send(&Request::GetVringBase { index: 0 }, false, &[]);
@@ -197,4 +199,60 @@ fn the_stop_of_a_queue_is_not_answered_after_a_loss() {
     let expected = "must not continue on another host: written data may be lost";
     assert!(end.contains(expected), "{end}");
     assert!(frontend.receive().is_none(), "it is answered");
+}
+
+/// The lock of the process that has the disk now.
+struct Present(Mutex<DiskLock>);
+
+impl RunLock for Present {
+    fn take(&self, turn: u64) -> io::Result<()> {
+        self.0.lock().unwrap().take(turn)
+    }
+
+    fn release(&self, turn: u64) -> io::Result<()> {
+        self.0.lock().unwrap().release(turn)
+    }
+}
+
+/// The lock comes with the open file, and the next process has to release it.
+#[test]
+fn a_session_that_is_taken_over_releases_its_lock() {
+    for (is_disabled, leaves) in [(true, true), (false, true), (true, false), (false, false)] {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let source = DiskSource::file(disk.path(), &options).unwrap();
+        let file = source.hand_over().descriptor().unwrap().try_clone_to_owned().unwrap();
+        let lock = Arc::new(Present(Mutex::new(DiskLock(source.late_lock().unwrap()))));
+        drop(source);
+        let mut scene = Scene::new();
+        let (mut old, mut frontend) = attach(&mut scene, lock.clone());
+        frontend.send(&START, true, &[]);
+        await_answer(&mut scene, &mut old, &mut frontend);
+        if is_disabled {
+            let request = Request::SetVringEnable { index: 0, value: 0 };
+            scene.send_checked(&mut old, &mut frontend, &request, &[]);
+        }
+        old.begin_pause();
+        assert_eq!(scene.drive_all(&mut old), None);
+        let mut fds = PassedFds::default();
+        let state = serde_json::to_string(&old.hand_over(&mut fds).unwrap()).unwrap();
+        let source = DiskHandOver::open(File::from(file), disk.path(), &options).unwrap();
+        *lock.0.lock().unwrap() = DiskLock(source.late_lock().unwrap());
+        let state = serde_json::from_str(&state).unwrap();
+        let session = Session::take_over(state, scene.setup(), &mut fds, scene.now);
+        let mut session = session.unwrap();
+        assert_eq!(scene.drive_all(&mut session), None);
+        assert!(!is_free(disk.path()), "the file has brought its lock");
+        if leaves {
+            drop(frontend);
+            session.begin_resume();
+            await_end(&mut scene, &mut session);
+        } else {
+            session.begin_resume();
+            frontend.send(&Request::GetVringBase { index: 0 }, false, &[]);
+            await_answer(&mut scene, &mut session, &mut frontend);
+        }
+        assert!(is_free(disk.path()), "disabled: {is_disabled}, hangs up: {leaves}");
+    }
 }
