@@ -165,7 +165,8 @@ impl DriverSource for RbdSource {
         true
     }
 
-    /// Acquires the exclusive lock, within the time that the lock of a file has.
+    /// Acquires the exclusive lock, within the time that the lock of a file has. Drops the cache of
+    /// librbd, since another client may have written.
     fn begin_use(&self) -> Result<(), Error> {
         let end = Instant::now() + LATE_LOCK_PATIENCE;
         while self.image.exclusive
@@ -176,7 +177,8 @@ impl DriverSource for RbdSource {
             }
             std::thread::sleep(CHECK_INTERVAL / 10);
         }
-        Ok(())
+        let dropped = self.shared.image.drop_cache();
+        dropped.map_err(|error| self.shared.refused(&format!("cannot drop its cache: {error}")))
     }
 
     fn end_use(&self) -> Result<(), Error> {
@@ -401,7 +403,8 @@ mod tests {
             let lock = source_of(&fake, image, false).late_lock().unwrap();
             assert!(fake.take_ops().is_empty(), "it is locked early");
             lock.take(1).unwrap();
-            assert_eq!(fake.take_ops(), [("lock", 0, 0)][..usize::from(exclusive)]);
+            let begun = [("lock", 0, 0), ("drop cache", 0, 0)];
+            assert_eq!(fake.take_ops(), begun[usize::from(!exclusive)..]);
             lock.release(1).unwrap();
             assert_eq!(fake.take_ops(), [("write back", 0, 0), ("unlock", 0, 0)]);
             lock.take(2).unwrap();

@@ -120,6 +120,8 @@ functions! {
     rbd_aio_flush(Handle, Handle) -> c_int;
     /// Flushes everything written, also in the cache of the image, and waits.
     rbd_flush(Handle) -> c_int;
+    /// Drops the cache of the image, after it is written.
+    rbd_invalidate_cache(Handle) -> c_int;
     /// Begins to give space back.
     rbd_aio_discard(Handle, u64, u64, Handle) -> c_int;
     /// Begins to make a range read as zeroes, according to flags such as [`THICK`].

@@ -258,6 +258,12 @@ impl Image {
         checked(unsafe { (self.open.api.rbd_flush)(self.open.handle) }).map(|_| ())
     }
 
+    /// Drops the cache, after it is written.
+    pub(super) fn drop_cache(&self) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { (self.open.api.rbd_invalidate_cache)(self.open.handle) }).map(|_| ())
+    }
+
     /// Begins to read into all of `memory`, of which `buffers` is a list.
     pub(super) fn read(
         &self,

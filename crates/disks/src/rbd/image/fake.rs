@@ -28,6 +28,7 @@ static API: Api = Api {
     rbd_aio_write,
     rbd_aio_flush,
     rbd_flush,
+    rbd_invalidate_cache,
     rbd_lock_acquire,
     rbd_lock_release,
     rbd_aio_discard,
@@ -283,6 +284,11 @@ unsafe extern "C" fn rbd_aio_flush(image: Handle, completion: Handle) -> c_int {
 unsafe extern "C" fn rbd_flush(image: Handle) -> c_int {
     let flushed = state(image).begin(("write back", 0, 0));
     flushed.map_or_else(|error| c_int::try_from(error).unwrap(), |_| 0)
+}
+
+unsafe extern "C" fn rbd_invalidate_cache(image: Handle) -> c_int {
+    let dropped = state(image).begin(("drop cache", 0, 0));
+    dropped.map_or_else(|error| c_int::try_from(error).unwrap(), |_| 0)
 }
 
 unsafe extern "C" fn rbd_lock_acquire(image: Handle, _: c_int) -> c_int {
