@@ -154,7 +154,7 @@ impl LateLock {
     /// Ends the use of a user. If the disk is locked for that user, data and tables that are still
     /// in caches are written, for the next one may be on another machine. Then the lock is
     /// released. It stays if data may be lost: the next process would report a flush of that data
-    /// as a success. An earlier user that has ended so ends again.
+    /// as a success. A lock that has stayed after an earlier user is tried again.
     ///
     /// # Errors
     ///
