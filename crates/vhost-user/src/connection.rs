@@ -29,8 +29,7 @@ use super::outcome::{AtStop, Change, Outcome, Purpose, Refusal, Start, Undo, Wor
 use super::peer_fds::{ConnectionId, PeerFd};
 use super::ring::{RingState, invalid, is_ring_fault, ring_base, ring_size};
 use super::run_lock::{RunLock, SessionLock};
-use super::shared_memory::SharedMemory;
-use super::write_log::WriteLog;
+use super::shared_memory::{SharedMemory, WriteLog};
 
 /// The device, threads and rules of a session.
 #[derive(Clone)]

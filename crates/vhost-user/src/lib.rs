@@ -63,8 +63,6 @@ mod serve;
 mod session;
 mod session_state;
 mod shared_memory;
-mod state_keeper;
-mod write_log;
 
 pub use config::PROTOCOL_FEATURES;
 pub use connection::SessionSetup;
@@ -75,5 +73,4 @@ pub use passed_fds::{FdIndex, FdSink, PassedFds};
 pub use run_lock::RunLock;
 pub use serve::serve;
 pub use session::{End, Session, SessionProgress};
-pub use session_state::SessionState;
-pub use state_keeper::StateKeeper;
+pub use session_state::{SessionState, StateKeeper};

@@ -21,8 +21,7 @@ use super::load::Load;
 use super::message::{F_PROTOCOL_FEATURES, Header, code};
 use super::outcome::{Outcome, Refusal, Release, Work};
 use super::passed_fds::PassedFds;
-use super::session_state::{RestoredSession, SessionState};
-use super::state_keeper::StateKeeper;
+use super::session_state::{RestoredSession, SessionState, StateKeeper};
 
 /// The time that a front-end may be connected without a message, because another may wait for its
 /// place.

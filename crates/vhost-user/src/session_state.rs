@@ -18,8 +18,7 @@ use super::message::{InflightArea, LogArea, Region, RingAddresses};
 use super::passed_fds::{FdIndex, FdSink, PassedFds};
 use super::peer_fds::PeerFd;
 use super::ring::{RingState, halves, invalid};
-use super::shared_memory::{MemoryFile, SharedMemory};
-use super::write_log::WriteLog;
+use super::shared_memory::{MemoryFile, SharedMemory, WriteLog};
 
 /// A session whose queues do not run, between two messages.
 #[derive(Debug, Serialize, Deserialize)]
@@ -396,6 +395,23 @@ impl RingFields {
         ring.err = fds.take_some(self.err)?;
         Ok(())
     }
+}
+
+/// Keeps the state of a session, and the descriptors in it, outside of this process.
+///
+/// A session keeps its state before it carries out a message, before it sends the answer, and when
+/// it has sent it. A process that is killed in between leaves a state with which the next one
+/// repeats the message, or sends the answer.
+pub trait StateKeeper: FdSink + Send {
+    /// Begins a state: its descriptors follow.
+    fn begin(&mut self);
+
+    /// Keeps the state, or an error: one of its descriptors was not kept. Descriptors that were not
+    /// put since [`begin`](Self::begin) belong to no state any longer.
+    fn keep(&mut self, state: io::Result<SessionState>);
+
+    /// Notes that the front-end has the answer in the last state.
+    fn note_sent(&mut self);
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]

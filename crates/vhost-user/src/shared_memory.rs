@@ -1,13 +1,14 @@
-//! The memory that a front-end shares: the map, and the files behind it.
+//! The memory that a front-end shares: the map, the files behind it, and the log of written pages
+//! that a front-end keeps while it migrates its guest ("Migration").
 //!
 //! The files stay open so that a process that takes over can map them too.
 
 use std::io;
 use std::sync::Arc;
 
-use virtqueue::{GuestMemory, MappingRules, MemoryError, RegionConfig};
+use virtqueue::{DirtyLog, GuestMemory, MappingRules, MemoryError, RegionConfig};
 
-use super::message::Region;
+use super::message::{LogArea, Region};
 use super::peer_fds::{HeldFile, PeerFd};
 
 /// The memory of one front-end.
@@ -77,5 +78,21 @@ impl MemoryFile {
     fn config(&self) -> RegionConfig {
         let Region { guest_addr, size, user_addr, file_offset } = self.region;
         RegionConfig { guest_addr, size, user_addr, file: self.file.file(), file_offset }
+    }
+}
+
+/// The log that a front-end has sent.
+pub(super) struct WriteLog {
+    pub(super) log: Arc<DirtyLog>,
+    pub(super) area: LogArea,
+    /// The file that is mapped there.
+    pub(super) files: Vec<MemoryFile>,
+}
+
+impl WriteLog {
+    /// The log that this memory holds.
+    pub(super) fn new(area: LogArea, memory: SharedMemory) -> Result<Self, MemoryError> {
+        let SharedMemory { map, files } = memory;
+        Ok(Self { log: Arc::new(DirtyLog::new(map, area.size)?), area, files })
     }
 }

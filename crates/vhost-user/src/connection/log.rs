@@ -10,7 +10,7 @@ use virtqueue::{GuestMemory, QueueLog, RingLayout};
 use super::Connection;
 use crate::outcome::{Outcome, Refusal, Start};
 use crate::ring::RingState;
-use crate::write_log::WriteLog;
+use crate::shared_memory::WriteLog;
 
 impl Connection {
     /// Replaces the log. The previous one is not touched after the answer.

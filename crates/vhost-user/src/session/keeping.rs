@@ -7,8 +7,7 @@ use super::Session;
 use crate::channel::Message;
 use crate::connection::SessionSetup;
 use crate::passed_fds::PassedFds;
-use crate::session_state::SessionState;
-use crate::state_keeper::StateKeeper;
+use crate::session_state::{SessionState, StateKeeper};
 
 impl Session {
     /// Keeps the state of the session by `keeper` from now on. Where the front-end keeps no
