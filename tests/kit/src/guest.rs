@@ -14,6 +14,7 @@ mod kvm;
 mod machine;
 mod mover;
 mod qemu;
+mod trace;
 mod uml;
 mod vm;
 

@@ -4,6 +4,7 @@
 mod failures;
 mod kinds;
 mod libvirt;
+mod linux;
 mod scene;
 
 use anyhow::{Result, ensure};
@@ -29,15 +30,16 @@ fn moves_there_and_back(device: Device, kind: DiskKind, options: &[&str]) -> Res
         drop(target);
         place.guest.wait_rounds(1)?;
     }
-    let mut downtimes = Vec::new();
-    for turn in 0..scene::moves()? {
+    let mut switches = Vec::new();
+    for turn in 0..scene::moves(3)? {
         let to = if turn % 2 == 0 { "b" } else { "a" };
-        let downtime;
-        (place, downtime) = scene.move_to(to, place)?;
-        downtimes.push(downtime);
+        let switch;
+        (place, switch) = scene.move_to(to, place)?;
+        switches.push(switch);
         ensure!(scene.is_locked()? == kind.has_locks(), "the guest runs");
     }
-    println!("{device:?}, {kind:?}, {options:?}: downtimes in ms: {downtimes:?}");
+    let guest = format!("small {}", options.join(" "));
+    scene::print_row(&guest, device, kind, &switches);
     drop(place);
     retry(LIMIT, || {
         ensure!(!scene.is_locked()?, "the guest is gone");

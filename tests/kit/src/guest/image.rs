@@ -28,6 +28,9 @@ const LAYOUT: u32 = 4;
 /// The first process of the guest.
 const INIT: &str = include_str!("init");
 
+/// A program that changes files at random, and compares them with a model.
+const TREE_STRESS: &str = include_str!("../bin/tree_stress.rs");
+
 /// Tools beside busybox, and the Debian packages that hold them.
 const TOOLS: [(&str, &str); 27] = [
     ("fio", "fio"),
@@ -241,6 +244,7 @@ impl Inputs {
         let mut hasher = DefaultHasher::new();
         LAYOUT.hash(&mut hasher);
         INIT.hash(&mut hasher);
+        TREE_STRESS.hash(&mut hasher);
         let config = PathBuf::from(MKE2FS_CONFIG);
         let files = self.tools.iter().chain(&self.libraries);
         for path in files.chain([&self.busybox, &config]).chain(&self.uml) {
@@ -264,6 +268,7 @@ fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
         .with_context(|| format!("making a folder in {}", parent.display()))?;
     let made = make_folder(staging.path(), "image")?;
     let mut inputs = inputs;
+    inputs.tools.push(build_tree_stress(staging.path())?);
     let kernel = match inputs.uml.take() {
         Some(uml) => kernel::user_mode_linux(uml)?,
         None => {
@@ -285,6 +290,22 @@ fn build(inputs: Inputs, folder: &Path) -> Result<Image> {
     std::fs::rename(&made, folder)
         .with_context(|| format!("moving the image to {}", folder.display()))?;
     Image::open(folder).with_context(|| format!("{} vanished", folder.display()))
+}
+
+/// Builds the program for guests, which lack most libraries.
+fn build_tree_stress(folder: &Path) -> Result<PathBuf> {
+    let source = folder.join("tree_stress.rs");
+    std::fs::write(&source, TREE_STRESS).context("writing the source of tree_stress")?;
+    let program = folder.join("tree_stress");
+    let mut compiler = Command::new("rustc");
+    compiler
+        .current_dir(workspace::root())
+        .args(["--edition", "2024", "-O", "-C", "target-feature=+crt-static"])
+        .args(["-C", "strip=symbols", "-o"])
+        .arg(&program)
+        .arg(&source);
+    output(&mut compiler).context("building tree_stress for the guest")?;
+    Ok(program)
 }
 
 fn make_folder(parent: &Path, name: &str) -> Result<PathBuf> {

@@ -19,6 +19,7 @@ use tempfile::TempDir;
 
 use super::channel::{self, StopFlag};
 use super::image::{guest_dir, lock};
+use super::trace;
 
 const START: &str = include_str!("kvm/start.S");
 const GUEST: &str = include_str!("kvm/guest.c");
@@ -202,7 +203,8 @@ impl Vmm {
                     .args(["-kernel", &kernel, "-machine", "pc,memory-backend=memory"])
                     .args(["-chardev", &format!("socket,id=disk,path={socket},reconnect-ms=100")])
                     .args(["-device", &format!("{device}{properties}")])
-                    .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
+                    .args(["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
+                    .args(trace::arguments(folder));
                 if *is_target {
                     command.args(["-incoming", "defer"]);
                 }
@@ -309,6 +311,11 @@ impl KvmGuest {
     /// If that fails.
     pub fn kill(&mut self) -> Result<()> {
         self.monitor.kill().context("killing a monitor")
+    }
+
+    /// The folder of the guest and its monitor's sockets.
+    pub(super) fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// The output of the guest and its monitor.

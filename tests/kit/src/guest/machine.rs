@@ -4,6 +4,7 @@
 use std::fmt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
@@ -81,7 +82,7 @@ pub(super) struct Machine {
     child: Child,
     console: Console,
     readers: Vec<JoinHandle<()>>,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 impl Machine {
@@ -100,7 +101,12 @@ impl Machine {
         let mut readers = Vec::new();
         readers.extend(child.stdout.take().map(|stream| console.follow(stream, false)));
         readers.extend(child.stderr.take().map(|stream| console.follow(stream, true)));
-        Ok(Self { kind, child, console, readers, _folder: folder })
+        Ok(Self { kind, child, console, readers, folder })
+    }
+
+    /// The folder of its sockets.
+    pub(super) fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     pub(super) fn kind(&self) -> MachineKind {

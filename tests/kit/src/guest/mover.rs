@@ -1,16 +1,22 @@
 //! Moves of a guest between two QEMUs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use ringhaul_tools::process::retry;
 use serde_json::json;
 
-use super::channel;
+use super::channel::QmpMonitor;
 use super::kvm::{KvmGuest, LIMIT, connect};
+use super::trace;
 
-/// The monitor of [`Vmm::QemuMoved`](super::Vmm::QemuMoved), which moves its guest.
-pub struct Mover(channel::QmpMonitor);
+/// The monitor of a QEMU, such as of [`Vmm::QemuMoved`](super::Vmm::QemuMoved), which moves its
+/// guest.
+pub struct Mover {
+    pub(super) monitor: QmpMonitor,
+    folder: PathBuf,
+}
 
 impl Mover {
     /// Connects to the monitor of a guest.
@@ -18,7 +24,12 @@ impl Mover {
     /// # Errors
     /// If QEMU does not listen in time.
     pub fn new(guest: &KvmGuest) -> Result<Self> {
-        connect(guest).map(Self)
+        Ok(Self::at(connect(guest)?, guest.folder()))
+    }
+
+    /// The monitor of a QEMU that has its trace in `folder`.
+    pub(super) fn at(monitor: QmpMonitor, folder: &Path) -> Self {
+        Self { monitor, folder: folder.to_owned() }
     }
 
     /// Makes a target accept its guest on `socket`.
@@ -26,7 +37,7 @@ impl Mover {
     /// # Errors
     /// If QEMU refuses.
     pub fn accept(&mut self, socket: &Path) -> Result<()> {
-        self.0.execute_with("migrate-incoming", &json!({"uri": uri(socket)}))?;
+        self.monitor.execute_with("migrate-incoming", &json!({"uri": uri(socket)}))?;
         Ok(())
     }
 
@@ -36,8 +47,8 @@ impl Mover {
     /// If QEMU refuses.
     pub fn begin(&mut self, socket: &Path, bytes_per_second: u64) -> Result<()> {
         let limit = json!({"max-bandwidth": bytes_per_second});
-        self.0.execute_with("migrate-set-parameters", &limit)?;
-        self.0.execute_with("migrate", &json!({"uri": uri(socket)}))?;
+        self.monitor.execute_with("migrate-set-parameters", &limit)?;
+        self.monitor.execute_with("migrate", &json!({"uri": uri(socket)}))?;
         Ok(())
     }
 
@@ -46,7 +57,7 @@ impl Mover {
     /// # Errors
     /// If QEMU refuses.
     pub fn cancel(&mut self) -> Result<()> {
-        self.0.execute("migrate_cancel")?;
+        self.monitor.execute("migrate_cancel")?;
         Ok(())
     }
 
@@ -58,7 +69,7 @@ impl Mover {
     pub fn wait_for(&mut self, status: &str) -> Result<Option<u64>> {
         let mut last = serde_json::Value::Null;
         retry(LIMIT, || {
-            last = self.0.execute("query-migrate")?;
+            last = self.monitor.execute("query-migrate")?;
             let has_ended = ["failed", "completed", "cancelled"].map(|end| last["status"] == end);
             ensure!(has_ended.contains(&true), "the move is not {status}: {last}");
             Ok(())
@@ -67,12 +78,21 @@ impl Mover {
         Ok(last["downtime"].as_u64())
     }
 
+    /// The time from QEMU's first message that stopped a queue to the answer to the last one, when
+    /// its device was stopped last.
+    ///
+    /// # Errors
+    /// If QEMU has stopped no queue, or keeps no times.
+    pub fn stop_time(&self) -> Result<Duration> {
+        trace::stop_time(&self.folder)
+    }
+
     /// Lets the guest of a source continue there, after a complete move.
     ///
     /// # Errors
     /// If QEMU refuses.
     pub fn resume(&mut self) -> Result<()> {
-        self.0.execute("cont")?;
+        self.monitor.execute("cont")?;
         Ok(())
     }
 }

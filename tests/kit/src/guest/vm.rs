@@ -12,6 +12,7 @@ use super::accelerator::Accelerator;
 use super::channel::{Console, LineChannel, QmpMonitor, StopFlag};
 use super::image::Image;
 use super::machine::{Machine, MachineKind, QemuCrashed};
+use super::mover::Mover;
 use super::{qemu, uml};
 
 /// The first message of the guest's init, before it loads any driver.
@@ -51,6 +52,8 @@ pub struct Disk {
 pub struct VmOptions {
     /// Its disks, /dev/vda first.
     pub disks: Vec<Disk>,
+    /// True to keep the times of QEMU's vhost-user messages, see [`Mover::stop_time`].
+    pub traces_messages: bool,
     /// True to offer packed virtqueues to the guest's drivers.
     pub packed: bool,
     /// The target of the boot disk. With `Some`, the firmware boots from its LUN 0 on the first of
@@ -80,6 +83,7 @@ impl Default for VmOptions {
     fn default() -> Self {
         Self {
             disks: Vec::new(),
+            traces_messages: false,
             packed: false,
             boot_target: None,
             memory_mib: 1024,
@@ -106,7 +110,7 @@ pub struct Vm {
     machine: Machine,
     agent: LineChannel,
     /// `None` in User Mode Linux.
-    monitor: Option<QmpMonitor>,
+    monitor: Option<Mover>,
     scripts: u32,
     options: VmOptions,
 }
@@ -169,7 +173,7 @@ impl Vm {
         command: impl Fn(&Path) -> Result<Command>,
     ) -> Result<Self> {
         for _ in 1..options.boot_attempts {
-            match Self::start(options, &command) {
+            match Self::start_and_wait(options, &command) {
                 Err(error) if error.is::<QemuCrashed>() => {
                     let reason = error.to_string();
                     let reason = reason.lines().next().unwrap_or_default();
@@ -178,7 +182,34 @@ impl Vm {
                 result => return result,
             }
         }
-        Self::start(options, &command)
+        Self::start_and_wait(options, &command)
+    }
+
+    /// Starts QEMU for a guest that comes from another one, see [`Mover::accept`]. The options are
+    /// those of the guest's first QEMU, with other sockets. Scripts run after the move.
+    ///
+    /// # Errors
+    /// If QEMU is not installed or does not start.
+    pub fn start_target(
+        image: &Image,
+        accelerator: Accelerator,
+        options: &VmOptions,
+    ) -> Result<Self> {
+        Self::start(options, |folder| {
+            let mut command = qemu::command(image, accelerator, options, folder)?;
+            command.args(["-incoming", "defer"]);
+            Ok(command)
+        })
+    }
+
+    /// Starts QEMU once, and waits until its guest is ready.
+    fn start_and_wait(
+        options: &VmOptions,
+        command: impl Fn(&Path) -> Result<Command>,
+    ) -> Result<Self> {
+        let mut vm = Self::start(options, command)?;
+        vm.wait_ready()?;
+        Ok(vm)
     }
 
     /// Starts QEMU once.
@@ -201,10 +232,9 @@ impl Vm {
             Ok(channels) => channels,
             Err(error) => return Err(machine.explain(&error)),
         };
-        let (monitor, options) = (Some(monitor), options.clone());
-        let mut vm = Self { machine, agent, monitor, scripts: 0, options };
-        vm.wait_ready()?;
-        Ok(vm)
+        let mover = Mover::at(monitor, machine.folder());
+        let (monitor, options) = (Some(mover), options.clone());
+        Ok(Self { machine, agent, monitor, scripts: 0, options })
     }
 
     /// Runs a shell script (with `set -eu`) in the guest.
@@ -262,8 +292,15 @@ impl Vm {
     }
 
     fn press_reset(&mut self) -> Result<()> {
-        let monitor = self.monitor.as_mut().context("User Mode Linux has no reset button")?;
-        monitor.execute("system_reset").map(drop)
+        self.mover()?.monitor.execute("system_reset").map(drop)
+    }
+
+    /// The monitor, which moves the guest. After a move, drop the handle of the source.
+    ///
+    /// # Errors
+    /// If the guest runs in User Mode Linux.
+    pub fn mover(&mut self) -> Result<&mut Mover> {
+        self.monitor.as_mut().context("User Mode Linux has no monitor")
     }
 
     /// The number of processors.

@@ -45,3 +45,8 @@ fn a_guest_moves_on_a_unit_with_an_image() -> Result<()> {
 fn a_guest_moves_with_packed_rings() -> Result<()> {
     moves_there_and_back(Device::PackedBlk, DiskKind::Raw, &["--engine", "io_uring"])
 }
+
+#[test]
+fn a_guest_moves_on_a_unit_with_an_nbd_server() -> Result<()> {
+    moves_there_and_back(Device::Scsi, DiskKind::Nbd, &[])
+}

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
@@ -18,14 +19,14 @@ use crate::LIMIT;
 pub(super) const FAST: u64 = 1 << 30;
 pub(super) const SLOW: u64 = 64 << 10;
 
-/// The variable with the number of moves of a guest, 3 by default.
+/// The variable with the number of moves of a guest.
 const MOVES: &str = "RINGHAUL_MOVES";
 
-/// The number of moves of a guest.
-pub(super) fn moves() -> Result<u32> {
+/// The number of moves of a guest, `usual` without the variable.
+pub(super) fn moves(usual: u32) -> Result<u32> {
     match std::env::var(MOVES) {
         Ok(moves) => moves.parse().with_context(|| format!("{MOVES}={moves} is no number")),
-        Err(_) => Ok(3),
+        Err(_) => Ok(usual),
     }
 }
 
@@ -70,6 +71,47 @@ pub(super) struct Scene {
     server: Option<NbdServer>,
 }
 
+/// The times of a complete move at its source.
+pub(super) struct Switch {
+    downtime: Duration,
+    stop: Duration,
+}
+
+impl Switch {
+    /// Waits for the end of a move, and asks QEMU for its times.
+    pub(super) fn of(monitor: &mut Mover) -> Result<Self> {
+        let downtime = monitor.wait_for("completed")?.context("QEMU reports no downtime")?;
+        Ok(Self { downtime: Duration::from_millis(downtime), stop: monitor.stop_time()? })
+    }
+}
+
+/// Prints the row of a table: medians in milliseconds, the largest value in brackets, and the share
+/// of the downtime in which the queues stop.
+pub(super) fn print_row(guest: &str, device: Device, kind: DiskKind, switches: &[Switch]) {
+    let column = |times: Vec<Duration>| {
+        let mut millis: Vec<f64> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
+        millis.sort_by(f64::total_cmp);
+        (millis[millis.len() / 2], millis[millis.len() - 1])
+    };
+    if switches.is_empty() {
+        return;
+    }
+    let downtime = column(switches.iter().map(|switch| switch.downtime).collect());
+    let stop = column(switches.iter().map(|switch| switch.stop).collect());
+    let all = |time: fn(&Switch) -> Duration| switches.iter().map(time).sum::<Duration>();
+    let share =
+        all(|switch| switch.stop).as_secs_f64() / all(|switch| switch.downtime).as_secs_f64();
+    println!(
+        "| {guest} | {device:?} | {kind:?} | {} | {:.0} ({:.0}) | {:.1} ({:.1}) | {:.0}% |",
+        switches.len(),
+        downtime.0,
+        downtime.1,
+        stop.0,
+        stop.1,
+        share * 100.0,
+    );
+}
+
 /// A QEMU.
 pub(super) struct Place {
     pub(super) guest: KvmGuest,
@@ -83,6 +125,16 @@ impl Scene {
             print_skipped(&reason);
             return Ok(None);
         }
+        Self::with_disk(device, kind, options, KVM_DISK_BYTES)
+    }
+
+    /// Starts both daemons with a disk of this size. `None` if a program is missing here.
+    pub(super) fn with_disk(
+        device: Device,
+        kind: DiskKind,
+        options: &[&str],
+        bytes: u64,
+    ) -> Result<Option<Self>> {
         if kind == DiskKind::Nbd && !is_installed("qemu-nbd") {
             return Ok(None);
         }
@@ -91,9 +143,9 @@ impl Scene {
         if kind == DiskKind::Qcow2 {
             let mut create = Command::new("qemu-img");
             create.args(["create", "-q", "-f", "qcow2"]).arg(&disk);
-            output(create.arg(KVM_DISK_BYTES.to_string()))?;
+            output(create.arg(bytes.to_string()))?;
         } else {
-            folders.disk("disk", KVM_DISK_BYTES)?;
+            folders.disk("disk", bytes)?;
         }
         let server = match kind {
             DiskKind::Nbd => Some(NbdServer::start_qemu_nbd(&folders, &disk)?),
@@ -126,6 +178,26 @@ impl Scene {
         Ok(())
     }
 
+    /// The path of a socket.
+    pub(super) fn socket(&self, name: &str) -> PathBuf {
+        self.folders.socket(name)
+    }
+
+    /// True if the disk is an image.
+    pub(super) fn is_image(&self) -> bool {
+        self.kind == DiskKind::Qcow2
+    }
+
+    /// Ends all daemons in an orderly way.
+    pub(super) fn stop_daemons(&mut self) -> Result<()> {
+        for (name, mut daemon) in std::mem::take(&mut self.daemons) {
+            daemon.signal(Signal::TERM)?;
+            let ended = daemon.finish()?;
+            ensure!(ended.status.success(), "the daemon {name} ended with {}", ended.status);
+        }
+        Ok(())
+    }
+
     /// Kills a daemon, and waits for its end.
     pub(super) fn kill(&mut self, name: &str) -> Result<()> {
         let mut daemon = self.daemons.remove(name).context("no such daemon")?;
@@ -144,7 +216,8 @@ impl Scene {
         Ok(self.daemons.get(name).context("no such daemon")?.pid())
     }
 
-    fn disk(&self) -> PathBuf {
+    /// The file of the disk.
+    pub(super) fn disk(&self) -> PathBuf {
         self.folders.path("disk")
     }
 
@@ -166,13 +239,12 @@ impl Scene {
         Ok((target, socket))
     }
 
-    /// Moves a guest to a QEMU at the daemon `to`, and waits until it runs there. Returns the
-    /// downtime in milliseconds.
-    pub(super) fn move_to(&mut self, to: &str, mut source: Place) -> Result<(Place, u64)> {
+    /// Moves a guest to a QEMU at the daemon `to`, and waits until it runs there.
+    pub(super) fn move_to(&mut self, to: &str, mut source: Place) -> Result<(Place, Switch)> {
         let (mut target, socket) = self.target(to)?;
         self.move_between(&mut source, &mut target, &socket)?;
-        let downtime = source.monitor.wait_for("completed")?;
-        Ok((target, downtime.context("QEMU reports no downtime")?))
+        let switch = Switch::of(&mut source.monitor)?;
+        Ok((target, switch))
     }
 
     /// Moves a guest, and waits until it runs at the target. Returns its last round at the source.
