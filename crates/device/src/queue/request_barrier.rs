@@ -142,6 +142,18 @@ mod tests {
         assert_eq!(Rc::strong_count(&token), 1);
     }
 
+    /// Otherwise it would count twice, and the wait would end too early.
+    #[test]
+    fn a_later_request_that_begins_to_wait_shortens_no_wait() {
+        let (barrier, token) = (RequestBarrier::default(), Rc::new(()));
+        barrier.add_token(Box::new(Rc::clone(&token)), 1);
+        barrier.begin(8);
+        barrier.suspend(8, 2);
+        assert_eq!(Rc::strong_count(&token), 2, "the earlier one is not answered");
+        assert!(!barrier.answered(7, 1));
+        assert_eq!(Rc::strong_count(&token), 1);
+    }
+
     #[test]
     fn a_wait_for_requests_excludes_later_ones() {
         let barrier = RequestBarrier::default();

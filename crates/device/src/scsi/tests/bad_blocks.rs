@@ -10,7 +10,8 @@ use disks::nbd::{NbdAddress, NbdOptions};
 use super::*;
 use crate::testing::TIMEOUT;
 
-const BAD: u32 = 133;
+/// Not in the first piece of a long VERIFY.
+const BAD: u32 = 645;
 
 /// An NBD server with a disk that has an unreadable block. `None` if the server, or its filter for
 /// such blocks, is not installed.
@@ -87,8 +88,8 @@ fn the_block_that_cannot_be_read_is_named() {
         assert_eq!((sense[0], sense[2], sense[12]), (0xf0, 3, 0x11));
         assert_eq!(sense[3..7], BAD.to_be_bytes());
     };
-    for first in [0, 100, BAD, BAD - 127] {
-        initiator.run(&cdb10(0x2f, 0, first, 128 + u16::from(first == 0) * 8), &[], 0);
+    for first in [BAD - 133, BAD - 33, BAD, BAD - 127] {
+        initiator.run(&cdb10(0x2f, 0, first, 136), &[], 0);
         is_bad(&initiator);
         let room = 136 * 512;
         let answer = initiator.run(&cdb10(0x28, 0, first, 136), &[], room);

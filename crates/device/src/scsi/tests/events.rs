@@ -57,6 +57,20 @@ fn the_first_event_after_some_that_were_missed_says_so() {
 }
 
 #[test]
+fn a_new_driver_has_missed_nothing_of_the_last_one() {
+    let initiator = Initiator::new();
+    let mut queue = EventQueue::start(&initiator.device);
+    (0..=KEPT).for_each(|_| initiator.access().refresh());
+    initiator.device.reset();
+    initiator.device.set_features(split_features(&initiator.device)).unwrap();
+    initiator.access().refresh();
+    assert_eq!(queue.take(), capacity_changed(0));
+    queue.scene.offer(&[Desc::writable(DATA, EVENT_BYTES)]);
+    queue.scene.turn(20);
+    assert_eq!(queue.scene.driver.take_used(), None, "only the last event is its own");
+}
+
+#[test]
 fn no_event_is_lost_in_a_buffer_that_does_not_take_it() {
     let initiator = Initiator::new();
     let mut queue = EventQueue::start(&initiator.device);
