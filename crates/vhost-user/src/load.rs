@@ -142,6 +142,7 @@ mod tests {
         assert!(
             has_taken_commands([true; 2]).has_taken_commands
                 && !has_taken_commands([true, false]).has_taken_commands
+                && !has_taken_commands([false, true]).has_taken_commands
         );
     }
 }

@@ -313,7 +313,10 @@ fn a_log_without_room_is_refused() {
     let log = Log::new(LOG_BYTES);
     guest.set_log(&log);
     guest.set_log_all(true);
-    let beyond = ring_address(Some(GUEST_ADDR + MEMORY_BYTES - 4));
+    // The flags and index, an element of 8 bytes for each entry, and the event index.
+    let last = GUEST_ADDR + MEMORY_BYTES - (4 + 8 * u64::from(QUEUE_SIZE) + 2);
+    guest.tell(&ring_address(Some(last)));
+    let beyond = ring_address(Some(last + 1));
     guest.refused(&beyond, &[], "too small: it ends at address 0x200000, and the used ring");
     guest.refused(&ring_address(Some(u64::MAX)), &[], "too small");
     let more = Region {
@@ -334,6 +337,26 @@ fn a_log_without_room_is_refused() {
         panic!("a log without room was taken")
     };
     assert!(why.contains("too small"), "{why}");
+}
+
+/// The front-end may go on without the migration, and its rings change later.
+#[test]
+fn a_refused_migration_leaves_no_request_to_log() {
+    let mut guest = Guest::new(0);
+    guest.set_log(&Log::new(LOG_BYTES));
+    let more = Region {
+        guest_addr: GUEST_ADDR + MEMORY_BYTES,
+        size: PAGE,
+        user_addr: USER_ADDR + MEMORY_BYTES,
+        file_offset: 0,
+    };
+    let memory: OwnedFd = guest.memory_file.try_clone().unwrap().into();
+    guest.tell_with(&Request::AddMemReg(more), &[&memory]);
+    let log_all = Request::SetFeatures(guest.features | F_LOG_ALL);
+    guest.refused(&log_all, &[], "too small: it ends at address 0x200000, and guest memory");
+    guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+    guest.tell(&ring_address(None));
+    guest.read(&[(DATA, 512)]);
 }
 
 /// QEMU starts a device during a migration in this order.

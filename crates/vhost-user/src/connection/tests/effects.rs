@@ -267,15 +267,17 @@ fn a_running_queue_uses_new_call_and_error_descriptors() {
 /// A queue that stops for a pause may wait for ever, and is asked again in another way.
 #[test]
 fn an_end_waits_for_no_request_that_a_pause_waits_for() {
-    let mut scene = Scene::new(PROTOCOL_FEATURES);
-    scene.start();
     let kinds = |scene: &Scene| scene.connection.rings.iter().map(RingState::stop_kind).collect();
     let kinds = |scene: &Scene| -> Vec<Option<StopKind>> { kinds(scene) };
-    scene.connection.begin_pause();
-    assert_eq!(kinds(&scene), [Some(StopKind::Pause); 2]);
-    assert!(!scene.connection.stop_for_good(false));
-    assert_eq!(kinds(&scene), [None; 2], "it resumes first");
-    scene.end();
+    for kind in [StopKind::Pause, StopKind::Final] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        scene.start();
+        scene.connection.begin_stop(0..2, kind);
+        assert_eq!(kinds(&scene), [Some(kind); 2]);
+        assert!(!scene.connection.stop_for_good(false));
+        assert_eq!(kinds(&scene), [None; 2], "it resumes first");
+        scene.end();
+    }
 
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
