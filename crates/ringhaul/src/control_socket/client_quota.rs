@@ -139,6 +139,20 @@ mod tests {
         assert!(last.begin_slow_request().is_ok());
     }
 
+    /// Subscribers stay connected for ever.
+    #[test]
+    fn requests_that_wait_and_subscribers_leave_places_for_each_other() {
+        let quota = ClientQuota::default();
+        let mut taken: Vec<ClientSlot> =
+            std::iter::from_fn(|| quota.take(Role::Member).ok()).collect();
+        taken[..SUBSCRIBERS_MAX].iter_mut().for_each(|slot| slot.subscribe().unwrap());
+        let wait = |slot: &ClientSlot| slot.begin_slow_request().unwrap();
+        let waiting: Vec<Place> = taken[..WAITING_MAX].iter().map(wait).collect();
+        drop(taken.remove(0));
+        assert!(taken.last_mut().unwrap().subscribe().is_ok());
+        drop(waiting);
+    }
+
     #[test]
     fn subscribers_leave_places_for_others() {
         let quota = ClientQuota::default();

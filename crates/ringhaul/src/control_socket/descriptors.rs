@@ -189,6 +189,25 @@ fn check_path(path: &Path, file: &File) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// The header of the inner image may name any file of root, too.
+    #[test]
+    fn backing_files_are_left_out_in_each_layer() {
+        let image = |backing: &str, over: serde_json::Value| {
+            let image = serde_json::json!({ "backing": backing, "over": over });
+            serde_json::json!({ "qcow2": image })
+        };
+        let file = || serde_json::json!({ "file": "/disk" });
+        let none = image("none", image("none", file()));
+        let both = ["anywhere", "none"];
+        for (outer, inner) in both.iter().flat_map(|outer| both.map(|inner| (*outer, inner))) {
+            let disk = image(outer, image(inner, file()));
+            let mut disk: DiskSpec = serde_json::from_value(disk).unwrap();
+            let is_left = leave_backing_files(&mut disk);
+            assert_eq!(is_left, [outer, inner].contains(&"anywhere"), "{outer}, {inner}");
+            assert_eq!(serde_json::to_value(&disk).unwrap(), none, "{outer}, {inner}");
+        }
+    }
+
     #[test]
     fn a_descriptor_is_the_file_that_its_path_names() {
         let folder = tempfile::tempdir().unwrap();

@@ -400,6 +400,33 @@ mod tests {
     }
 
     #[test]
+    fn each_failure_and_each_operation_has_its_label() {
+        let mut export = stats_of("vm");
+        let (no_space, invalid, unavailable) = (2, 3, 6);
+        let errors = Errors { disk: 1, no_space, invalid, reserved: 4, aborted: 5, unavailable };
+        export.operations[0].errors = errors;
+        let operations = [
+            (Operation::Read, "read"),
+            (Operation::Write, "write"),
+            (Operation::Flush, "flush"),
+            (Operation::Discard, "discard"),
+            (Operation::WriteZeroes, "write_zeroes"),
+            (Operation::Other, "other"),
+        ];
+        for (operation, word) in operations {
+            export.operations[0].operation = operation;
+            let mut text = Text::default();
+            write_requests(&mut text, std::slice::from_ref(&export));
+            let causes = ["disk", "no_space", "invalid", "reserved", "aborted", "unavailable"];
+            for (count, cause) in (1..).zip(causes) {
+                let labels = format!("export=\"vm\",op=\"{word}\",cause=\"{cause}\"");
+                let line = format!("ringhaul_request_errors_total{{{labels}}} {count}");
+                assert!(text.0.lines().any(|found| found == line), "{line} is not in {}", text.0);
+            }
+        }
+    }
+
+    #[test]
     fn each_family_has_the_counter_of_its_name() {
         let mut text = Text::default();
         let mut export = stats_of("vm");

@@ -412,5 +412,6 @@ mod tests {
         assert_eq!(left, spec("group=a iops-total=5").unwrap());
         groups.join(&one, &rules("group=a iops-total=5")).unwrap();
         assert_eq!(limits(&one), rate(5));
+        assert_eq!(one.limits().requests.total, None, "its own limit would hold as well");
     }
 }

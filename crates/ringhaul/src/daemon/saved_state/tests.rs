@@ -247,6 +247,30 @@ fn limits_of_a_group_are_kept_for_all_of_it() {
     assert_eq!(limits, [of_group(200), of_group(200), json!({ "iops-total": 1 })]);
 }
 
+/// The units of one export, and those of others, may be in one group.
+#[test]
+fn limits_of_a_group_are_kept_for_each_unit_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let exports = |iops: u32| {
+        let of_group = json!({ "group": "g", "iops-total": iops });
+        let unit = |lun: u16| {
+            json!({ "lun": lun, "disk": { "null": { "size-bytes": 512 } }, "settings": {
+                "limits": of_group, "rerror": "report", "werror": "hold-briefly" } })
+        };
+        let spec = json!({ "name": "vm", "endpoint": { "path": "/run/vm" },
+            "device": { "scsi": [unit(0), unit(1)] } });
+        [serde_json::from_value(spec).unwrap(), blk("one", of_group.clone())]
+    };
+    let base = exports(100);
+    let (state, _) = start(&path, &base, &settings(None, 0, 1));
+    let part = ChangedPart::Disk("vm".to_owned(), Some(place(0)));
+    state.record(&part, || exports(200).to_vec()).unwrap();
+    drop(state);
+    let (_state, merged) = start(&path, &base, &settings(None, 0, 1));
+    assert_eq!(merged.exports, exports(200));
+}
+
 /// One command changes the limits of an export of the base, and the next one removes it.
 #[test]
 fn an_export_that_was_changed_and_then_removed_stays_removed() {

@@ -267,6 +267,27 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn each_key_limits_what_it_names() {
+        for unit in ["iops", "bps"] {
+            for direction in ["total", "read", "write"] {
+                let key = format!("{unit}-{direction}");
+                let words = format!("{key}=1000 {key}-max=2000 {key}-max-length=3");
+                let burst = Some(Burst { per_second: 2000, seconds: 3 });
+                let rate = Some(Rate { per_second: 1000, burst });
+                let mut rates = Rates { total: None, read: None, write: None };
+                match direction {
+                    "total" => rates.total = rate,
+                    "read" => rates.read = rate,
+                    _ => rates.write = rate,
+                }
+                let mut expected = Limits::default();
+                *(if unit == "bps" { &mut expected.bytes } else { &mut expected.requests }) = rates;
+                assert_eq!(spec(&words).unwrap().limits().unwrap(), expected, "{words}");
+            }
+        }
+    }
+
+    #[test]
     fn a_change_names_only_differences() {
         let before = spec("iops-total=100 bps-read=1M").unwrap();
         for (change, after) in [
