@@ -7,6 +7,7 @@ mod image;
 pub mod inherit;
 #[cfg(feature = "luks")]
 mod luks;
+mod read_time;
 
 use std::path::Path;
 
@@ -18,7 +19,7 @@ use crate::spec::{BackingFiles, DiskSpec, ImageFormat, RbdSpec};
 use image::{ImageFile, is_image, open_qcow2};
 
 pub use cancellation::{CancelToken, with_hang_timeout};
-use image::ReadTime;
+use read_time::ReadTime;
 
 /// Opens the disk that a text names, such as `qcow2:/srv/disk.qcow2`, in the grammar of
 /// [`spec`](crate::spec). Its files are opened with these options.
@@ -205,7 +206,7 @@ mod image {
     pub(super) fn open_qcow2(
         image: ImageFile<'_>,
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
-        _: super::image::ReadTime,
+        _: super::read_time::ReadTime,
     ) -> Result<DiskSource> {
         let ImageFile { source, file, allowed, files, look } = image;
         let _unused = (file, allowed, files, look.is_some());

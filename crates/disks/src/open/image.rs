@@ -15,19 +15,9 @@ use blockio::disk::Folder;
 use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
+use super::read_time::ReadTime;
 use crate::qcow2::{self, Layer};
 use crate::spec::BackingFiles;
-
-/// The time at which the content of an image is read, apart from its headers.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum ReadTime {
-    /// While the image is opened.
-    Now,
-    /// At the first request: another process writes to the image until then.
-    FirstRequest,
-    /// At each begin of a use: further processes write to the image while they have its lock.
-    Locked,
-}
 
 /// Returns true if a disk that is named without its format holds an image. A disk without an image
 /// is refused if it is to be written to: its writer could make it an image with any file of this
