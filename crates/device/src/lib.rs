@@ -36,6 +36,7 @@ pub use queue::data_budget::SMALL_REQUEST_BYTES;
 pub use queue::queue_setup::{QueueSetup, Ring, StartError, StopKind};
 pub use queue::queue_status::QueueView;
 pub use stats::{
-    ErrorCause, KindStats, LATENCY_BOUNDS, Latency, LatencyStats, Peaks, QueueStats, RequestCounts,
-    RequestKind, RequestTotals, latency_bound_ns,
+    BATCH_BOUNDS, BatchSizes, BatchStats, ErrorCause, KindStats, LATENCY_BOUNDS, Latency,
+    LatencyStats, Peaks, QueueStats, RequestCounts, RequestKind, RequestTotals, batch_bound,
+    latency_bound_ns,
 };

@@ -401,6 +401,7 @@ impl Queue {
         if count == 0 {
             return;
         }
+        self.reports.requests.harvest_batches.record(count);
         batching.answered(count);
         // A driver that was called is on its way. Without event idx it seems to sleep until it
         // arrives.
@@ -418,7 +419,7 @@ impl Queue {
             self.reports.requests.calls_suppressed.add(1);
         } else if let Some(call) = &*self.eventfds.call.borrow() {
             probe::probe!(ringhaul, call, self.number(), self.reports.index);
-            self.reports.requests.calls.add(1);
+            self.count_call(batching.since_call());
             let before = ring.available_now();
             batching.call_begins(before + ring.in_device(), ring.next_chain().wrapping_add(before));
             self.reports.stats.syscalls.eventfd_write.add(1);

@@ -7,6 +7,7 @@
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.
 
+mod batch_sizes;
 mod latency;
 
 use std::fmt;
@@ -16,6 +17,7 @@ use std::time::Duration;
 use blockio::stats::{Counter, Peak};
 use serde::{Deserialize, Serialize};
 
+pub use batch_sizes::{BATCH_BOUNDS, BatchSizes, BatchStats, batch_bound};
 pub use latency::{LATENCY_BOUNDS, Latency, LatencyStats, latency_bound_ns};
 
 /// The kind of a request.
@@ -126,6 +128,14 @@ pub struct QueueStats {
     pub calls: Counter,
     /// Publications of answers for which the driver wanted no call.
     pub calls_suppressed: Counter,
+    /// Requests that began in one run, for which one submit is enough.
+    pub submit_batches: BatchStats,
+    /// Answers that became visible to the driver at once, after a harvest or without one.
+    pub harvest_batches: BatchStats,
+    /// Answers that one call announced: all since the call before it.
+    pub call_batches: BatchStats,
+    /// The sum of the sizes in `call_batches`.
+    pub called_answers: Counter,
 }
 
 impl QueueStats {

@@ -83,6 +83,51 @@ fn the_metrics_count_requests_and_satisfy_promtool() -> Result<()> {
     Ok(())
 }
 
+/// The least size in the bucket of this number.
+fn least_of(log2: u32) -> u64 {
+    log2.checked_sub(1).map_or(1, |below| (1 << below) + 1)
+}
+
+/// Each step shares its cost among the requests of a batch.
+#[test]
+fn the_sizes_of_batches_add_up_to_the_requests() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = Running::serve(&mut begin(&folders)?)?;
+    let options = format!("--rw randread --number_ios {REQUESTS} --iodepth 32");
+    run(&mut bench(&folders.socket("vm.sock"), &options)?)?.expect_code(0)?;
+    let mut ctl = ringhaul()?;
+    ctl.args(["ctl", "--json", "--control"]).arg(folders.socket("control")).arg("stats");
+    let shown: Value = serde_json::from_str(&run(&mut ctl)?.expect_code(0)?.stdout)?;
+    let queue = &shown["exports"][0]["queues"][0];
+    let text = metrics(&folders)?;
+    for step in ["submit", "harvest", "call"] {
+        let batches = &queue[format!("{step}-batches")];
+        let buckets = batches["buckets"].as_array().with_context(|| format!("{step}: {queue}"))?;
+        let buckets: Vec<u64> = buckets.iter().filter_map(Value::as_u64).collect();
+        let sum = batches["sum"].as_u64().context("no sum")?;
+        let count: u64 = buckets.iter().sum();
+        let least: u64 = buckets.iter().zip(0..).map(|(count, log2)| count * least_of(log2)).sum();
+        ensure!(buckets.len() == 9 && least <= sum, "{step}: {sum} in {buckets:?}");
+        if step == "call" {
+            // Answers after the last call belong to no call, and a forced call has no answer.
+            let calls = queue["calls"].as_u64().context("no calls")?;
+            ensure!(sum <= REQUESTS && count > 0 && count <= calls, "{queue}");
+        } else {
+            // No batch exceeds the depth, whose bucket is the sixth.
+            let most: u64 = buckets[..6].iter().zip(0..).map(|(count, log2)| count << log2).sum();
+            ensure!(sum == REQUESTS && sum <= most, "{step}: {sum} in {buckets:?}");
+            ensure!(count < REQUESTS && buckets[6..] == [0; 3], "{step}: {buckets:?}");
+        }
+        let name = format!("ringhaul_queue_{step}_batch_size");
+        let of = "{export=\"vm\"}";
+        ensure!(value(&text, &format!("{name}_sum{of}"))? == sum, "{text}");
+        ensure!(value(&text, &format!("{name}_count{of}"))? == count, "{text}");
+        let first = format!("{name}_bucket{{export=\"vm\",le=\"1\"}}");
+        ensure!(value(&text, &first)? == buckets[0], "{text}");
+    }
+    Ok(())
+}
+
 #[test]
 fn the_pages_are_served_over_tcp() -> Result<()> {
     let folders = test_folders()?;

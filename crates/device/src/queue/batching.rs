@@ -215,6 +215,12 @@ impl Batching {
         self.answered = self.answered.saturating_add(count.into());
     }
 
+    /// The answers since the last call.
+    #[inline]
+    pub(crate) fn since_call(&self) -> u32 {
+        self.answered
+    }
+
     /// True if a sleeping driver must be called when `unanswered` requests are left.
     #[inline]
     pub(crate) fn is_call_due(&self, unanswered: u16) -> bool {

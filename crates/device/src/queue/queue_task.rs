@@ -141,6 +141,7 @@ fn run<F: Future<Output = ()>>(
             }
         }
     };
+    queue.count_run(popped);
     queue.publish_early();
     (popped, more)
 }

@@ -21,6 +21,21 @@ impl Queue {
         PopTime(self.reports.clock.nanoseconds())
     }
 
+    /// Counts the requests that have begun in a run.
+    #[inline]
+    pub(crate) fn count_run(&self, popped: u16) {
+        self.reports.requests.submit_batches.record(popped);
+    }
+
+    /// Counts a call that announces this many answers. A call for none is forced.
+    #[inline]
+    pub(super) fn count_call(&self, answers: u32) {
+        let stats = &self.reports.requests;
+        stats.calls.add(1);
+        stats.call_batches.record(u16::try_from(answers).unwrap_or(u16::MAX));
+        stats.called_answers.add(answers.into());
+    }
+
     /// The number of the queue in probes: no other queue of the process has it.
     #[inline]
     pub(super) fn number(&self) -> usize {

@@ -11,7 +11,9 @@ impl Source for Queue {
         self.flags.to_notify.set(false);
         let ring = &mut *self.ring.borrow_mut();
         let batching = &mut *self.batching.borrow_mut();
-        batching.answered(ring.publish_quietly());
+        let count = ring.publish_quietly();
+        self.reports.requests.harvest_batches.record(count);
+        batching.answered(count);
         self.call_if_wanted(ring, batching);
     }
 

@@ -3,10 +3,12 @@
 
 use std::fmt::{self, Display, Write};
 
-use device::{LATENCY_BOUNDS, latency_bound_ns};
+use device::{BATCH_BOUNDS, LATENCY_BOUNDS, batch_bound, latency_bound_ns};
 
 use crate::spec::command::{DiskState, ExportStatus};
-use crate::spec::stats::{DaemonStats, Errors, ExportStats, LoopStats, Operation, OperationStats};
+use crate::spec::stats::{
+    Batches, DaemonStats, Errors, ExportStats, LoopStats, Operation, OperationStats, QueueServed,
+};
 
 /// Writes all metrics of a daemon.
 pub(crate) fn exposition(stats: &DaemonStats, exports: &[ExportStatus]) -> String {
@@ -264,6 +266,49 @@ fn write_queues(text: &mut Text, exports: &[ExportStats]) {
         ),
         of(|export| export.queues.iter().map(|queue| queue.calls_suppressed).sum()),
     );
+    write_batches(text, exports);
+}
+
+/// Writes the sizes of batches, with the queues of an export added up.
+fn write_batches(text: &mut Text, exports: &[ExportStats]) {
+    /// Name, help and value of a histogram.
+    type Row = (&'static str, &'static str, fn(&QueueServed) -> &Batches);
+    let rows: [Row; 3] = [
+        (
+            "ringhaul_queue_submit_batch_size",
+            "Requests of a queue that began together, for one submit.",
+            |queue| &queue.submit_batches,
+        ),
+        (
+            "ringhaul_queue_harvest_batch_size",
+            "Requests of a queue whose answers became visible together.",
+            |queue| &queue.harvest_batches,
+        ),
+        (
+            "ringhaul_queue_call_batch_size",
+            "Requests of a queue whose answers one call announced.",
+            |queue| &queue.call_batches,
+        ),
+    ];
+    for (name, help, batches) in rows {
+        text.family(name, Kind::Histogram, help);
+        for export in exports {
+            let label = Label(&export.name);
+            let labels: &[(&str, &dyn Display)] = &[("export", &label)];
+            let all = || export.queues.iter().map(batches);
+            let mut count = 0;
+            for index in 0..=BATCH_BOUNDS {
+                count += all().filter_map(|batches| batches.buckets.get(index)).sum::<u64>();
+                if index < BATCH_BOUNDS {
+                    let bound = batch_bound(index);
+                    text.sample("_bucket", &[labels[0], ("le", &bound)], count);
+                }
+            }
+            text.sample("_bucket", &[labels[0], ("le", &"+Inf")], count);
+            text.sample("_sum", labels, all().map(|batches| batches.sum).sum::<u64>());
+            text.sample("_count", labels, count);
+        }
+    }
 }
 
 fn write_waits(text: &mut Text, exports: &[ExportStats]) {
@@ -356,7 +401,6 @@ fn write_threads(text: &mut Text, threads: &[LoopStats]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::stats::QueueServed;
 
     #[test]
     fn seconds_have_no_more_digits_than_they_need() {
@@ -438,6 +482,9 @@ mod tests {
                 kicks: 10,
                 calls: 20,
                 calls_suppressed: 30,
+                submit_batches: Batches { buckets: vec![1, 2, 0, 0, 0, 0, 0, 0, 3], sum: 1_000 },
+                harvest_batches: Batches { buckets: vec![4; 9], sum: 2_000 },
+                call_batches: Batches { buckets: vec![5; 9], sum: 3_000 },
             })
             .collect();
         write_queues(&mut text, &[export]);
@@ -450,8 +497,19 @@ mod tests {
             ("kicks_total", "20"),
             ("calls_total", "40"),
             ("calls_suppressed_total", "60"),
+            ("queue_submit_batch_size_sum", "2000"),
+            ("queue_submit_batch_size_count", "12"),
+            ("queue_harvest_batch_size_sum", "4000"),
+            ("queue_harvest_batch_size_count", "72"),
+            ("queue_call_batch_size_sum", "6000"),
+            ("queue_call_batch_size_count", "90"),
         ] {
             let line = format!("ringhaul_{name}{{export=\"vm\"}} {value}");
+            assert!(text.0.lines().any(|found| found == line), "{line} is not in {}", text.0);
+        }
+        for (bound, count) in [("1", 2), ("2", 6), ("128", 6), ("+Inf", 12)] {
+            let bucket = "ringhaul_queue_submit_batch_size_bucket";
+            let line = format!("{bucket}{{export=\"vm\",le=\"{bound}\"}} {count}");
             assert!(text.0.lines().any(|found| found == line), "{line} is not in {}", text.0);
         }
     }

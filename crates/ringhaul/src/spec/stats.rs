@@ -1,7 +1,7 @@
 //! The counters of a daemon at one moment, as data.
 
 use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
-use device::{ErrorCause, QueueStats, RequestCounts, RequestKind, RequestTotals};
+use device::{BatchSizes, ErrorCause, QueueStats, RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -112,6 +112,26 @@ pub struct QueueServed {
     pub calls: u64,
     /// Publications of answers for which the driver wanted no call.
     pub calls_suppressed: u64,
+    /// Requests that began in one run, for which one submit is enough.
+    #[serde(default)]
+    pub submit_batches: Batches,
+    /// Answers that became visible to the driver at once.
+    #[serde(default)]
+    pub harvest_batches: Batches,
+    /// Answers that one call announced: all since the call before it.
+    #[serde(default)]
+    pub call_batches: Batches,
+}
+
+/// Batches of requests by size.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct Batches {
+    /// The number of batches in each bucket. Bucket `i` has sizes up to 2 to the power of `i` that
+    /// are in no bucket before it. The last bucket has no bound.
+    pub buckets: Vec<u64>,
+    /// The requests of all batches.
+    pub sum: u64,
 }
 
 /// The counters of an IoThread's loop.
@@ -296,13 +316,27 @@ impl OperationStats {
 
 impl QueueServed {
     pub(crate) fn new(index: u16, stats: &QueueStats) -> Self {
+        let (submits, harvests) = (stats.submit_batches.values(), stats.harvest_batches.values());
+        let (calls, called_answers) = (stats.call_batches.values(), stats.called_answers.get());
+        // Each answered request was in one batch of both.
+        let totals = stats.totals();
+        let answered = RequestKind::ALL.iter().map(|kind| totals[*kind].requests()).sum();
         Self {
             index,
-            served: Served::from(&stats.totals()),
+            served: Served::from(&totals),
             kicks: stats.kicks.get(),
             calls: stats.calls.get(),
             calls_suppressed: stats.calls_suppressed.get(),
+            submit_batches: Batches::new(&submits, answered),
+            harvest_batches: Batches::new(&harvests, answered),
+            call_batches: Batches::new(&calls, called_answers),
         }
+    }
+}
+
+impl Batches {
+    fn new(sizes: &BatchSizes, sum: u64) -> Self {
+        Self { buckets: sizes.buckets().to_vec(), sum }
     }
 }
 
