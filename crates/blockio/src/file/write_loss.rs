@@ -351,6 +351,24 @@ mod tests {
         }
     }
 
+    /// Writes are noted once for each flush, also if they begin while it is in the kernel.
+    #[test]
+    fn a_flush_covers_no_write_that_ends_after_it_began() {
+        for is_during in [true, false] {
+            let mut scene = Scene::new();
+            scene.write();
+            let flush = scene.loss.begin(FLUSH);
+            if is_during {
+                scene.write();
+            }
+            scene.end(FLUSH, flush, 0);
+            if !is_during {
+                scene.write();
+            }
+            assert!(scene.run(FUA_WRITE, libc::EIO) && scene.is_lost(), "{is_during}");
+        }
+    }
+
     #[test]
     fn a_write_that_was_under_way_when_a_fua_write_failed_may_be_lost() {
         let mut scene = Scene::new();

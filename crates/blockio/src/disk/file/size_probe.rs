@@ -132,7 +132,26 @@ impl fmt::Debug for SizeProbe {
 
 #[cfg(test)]
 mod tests {
+    use super::FileEnd;
     use crate::disk::{DiskOptions, DiskSource};
+
+    /// The size may be the one from before the change.
+    #[test]
+    fn a_probe_beside_a_change_leaves_the_end_unknown() {
+        let end = FileEnd::unseen(4096);
+        let probe = |is_changed: bool| {
+            let probed = end.probe(|| {
+                if is_changed {
+                    end.invalidate();
+                }
+                Ok::<_, ()>(4000)
+            });
+            assert_eq!(probed, Ok(4000));
+            end.is_exceeded_by(4096, 1)
+        };
+        assert_eq!([probe(true), probe(false), probe(true)], [false, true, false]);
+        assert!(!end.is_exceeded_by(0, 4096), "the last block is whole");
+    }
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -394,6 +394,8 @@ fn check_zones(zoned: &str) -> Result<(), String> {
 mod tests {
     use super::*;
     use crate::file::FileTable;
+    use crate::op::OpKind;
+    use std::time::Instant;
 
     #[test]
     fn devices_that_take_sequential_writes_only_are_refused() {
@@ -450,5 +452,23 @@ mod tests {
         let options = DiskOptions::default();
         let handed = FileSource::handed_over(file.try_clone().unwrap(), &path, &options);
         assert!(open(false, false).is_err() && handed.is_ok());
+    }
+
+    /// The earlier process may have left writes without a flush.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_failed_fua_write_is_a_loss_in_a_file_that_was_handed_over() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let (path, options) = (file.path(), DiskOptions::default());
+        let (opened, _) = FileSource::open(path, &options).unwrap();
+        let same = opened.file.as_fd().try_clone_to_owned().unwrap();
+        let (handed, _) = FileSource::handed_over(same.into(), path, &options).unwrap();
+        for (source, is_lost) in [(&opened, false), (&handed, true)] {
+            let (loss, kind) = (source.file.loss(), OpKind::Write { fua: true });
+            let tracked = loss.begin(kind);
+            assert_eq!(loss.end_op(tracked, kind, libc::EIO, Instant::now()), is_lost);
+            assert_eq!(source.state() == DiskState::Lost, is_lost);
+        }
     }
 }
