@@ -302,11 +302,13 @@ fn the_newest_intact_header_counts() {
     moved.copy_within(HEADER_BYTES..2 * HEADER_BYTES, 32_768);
     moved[..AREA_OFFSET].fill(0);
     check_refused(&moved, "there is no LUKS header at byte 0");
-    let mut newer = whole.clone();
-    let second = &mut newer[HEADER_BYTES..2 * HEADER_BYTES];
-    second[23] = 9;
-    seal(second);
-    assert!(remark(&newer).contains("the copy of its header is newer"));
+    for sequence in [2, 9] {
+        let mut newer = whole.clone();
+        let second = &mut newer[HEADER_BYTES..2 * HEADER_BYTES];
+        second[23] = sequence;
+        seal(second);
+        assert!(remark(&newer).contains("the copy of its header is newer"), "{sequence}");
+    }
     let mut other_version = damaged(&[HEADER_BYTES]);
     other_version[7] = 3;
     check_refused(&other_version, "the LUKS version 3");
@@ -362,6 +364,8 @@ fn headers_of_version_1_are_checked() {
         (72, u32::from_be_bytes(*b"md5\0"), "its hash \"md5\""),
         (72, u32::MAX, "text that is not UTF-8"),
         (104, 3, "its data begins at byte 1536"),
+        // In the middle of the area of the key slot.
+        (104, 100, "its data begins at byte 51200, and its header ends only at 260096"),
         (108, 48, "its keys have 48 bytes"),
         (208, 1, "its key slot 0 has an invalid state"),
         (208 + 48 * 3 + 40, u32::MAX, "its header ends only at"),

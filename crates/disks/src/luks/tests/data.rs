@@ -1,7 +1,11 @@
 //! The handling of data and requests.
 
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
 use blockio::config::BounceConfig;
 use blockio::disk::ExtentKind;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::*;
 
@@ -154,4 +158,28 @@ fn sizes_are_whole_sectors() {
     let fixed = crate::luks::open(below(&image(&start, MIB)), &options(false)).unwrap();
     assert!(fixed.info().size_bytes == 4096 && !fixed.abilities().resize);
     assert!(fixed.set_size(8192, || ()).is_err() && fixed.size_probe().is_none());
+}
+
+/// A file that ends before its data, and that must not grow: the part before its end is written.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_failed_write_reports_its_unwritten_part() {
+    const THERE: u64 = 4096;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = File::from(memfd_create("disk", flags).unwrap());
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    std::fs::write(&path, header(|_| ())).unwrap();
+    file.set_len(MIB).unwrap();
+    let below = DiskSource::file(path.as_ref(), &DiskOptions::default()).unwrap();
+    let source = crate::luks::open(below, &options(false)).unwrap();
+    file.set_len(DATA_OFFSET + THERE).unwrap();
+    fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+    let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+    let disk = source.attach(thread.io());
+    for lead in [0, 512] {
+        let unfinished = thread.block_on(disk.write(lead, filled(8192), false)).unwrap();
+        let unfinished = unfinished.unwrap_err();
+        assert_eq!(unfinished.error().raw_os_error(), Some(libc::EPERM));
+        assert_eq!(unfinished.rest().bytes() as u64, 8192 - (THERE - lead));
+    }
 }
