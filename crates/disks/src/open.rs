@@ -235,6 +235,43 @@ mod tests {
         assert!(error.contains("write ./disk.img"), "{error}");
     }
 
+    /// A late lock is for the image alone: its backing files are locked when they are opened.
+    #[test]
+    #[cfg(feature = "qcow2")]
+    #[cfg_attr(miri, ignore = "runs a program")]
+    fn backing_files_are_locked_unless_the_caller_locks_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top] = ["base", "top"].map(|name| folder.path().join(name));
+        std::fs::write(&base, [7; 4096]).unwrap();
+        // QEMU names raw files so, too.
+        for format in ["raw", "file", "host_device"] {
+            let mut create = std::process::Command::new("qemu-img");
+            create.args(["create", "-q", "-u", "-f", "qcow2", "-b", "base", "-F", format]);
+            let Ok(made) = create.arg(&top).arg("4096").status() else { return };
+            assert!(made.success());
+            for (late_lock, no_lock, read_only, is_locked) in [
+                (false, false, false, true),
+                (true, true, false, true),
+                (false, true, false, false),
+                (true, true, true, false),
+            ] {
+                let mut locked = None;
+                let open_file = &mut |path: &Path, options: &DiskOptions| {
+                    locked = Some(!options.no_lock);
+                    Ok(DiskSource::file(path, options)?)
+                };
+                let options =
+                    DiskOptions { late_lock, no_lock, read_only, ..DiskOptions::default() };
+                let cancel_token = &CancelToken::default();
+                let opener = DiskOpener { options, cancel_token, is_handed_over: false, open_file };
+                let name = format!("qcow2,backing=anywhere,path={}", top.display());
+                opener.open(&DiskSpec::parse(&name).unwrap()).unwrap();
+                let case = (format, late_lock, no_lock, read_only);
+                assert_eq!(locked, Some(is_locked), "{case:?}");
+            }
+        }
+    }
+
     /// The file at the bottom is opened first, with the options of the caller.
     #[test]
     #[cfg(feature = "qcow2")]

@@ -140,6 +140,7 @@ pub fn with_hang_timeout<T>(
 #[cfg(test)]
 mod tests {
     use blockio::DiskOptions;
+    use blockio::testing::{Call, RemoteStub};
 
     use super::*;
 
@@ -164,6 +165,30 @@ mod tests {
             let text = format!("{:#}", opened.unwrap_err());
             assert!(text.contains("was cancelled; check that its server is up"), "{text}");
             assert_eq!(text.contains(": cannot read the header"), !is_read, "{text}");
+        }
+    }
+
+    /// A disk may have several layers, and the cancellation may come between two of them.
+    #[test]
+    fn a_disk_is_abandoned_whenever_it_is_cancelled() {
+        let read = |cancels: &[bool; 2]| {
+            let (token, end) = (CancelToken::default(), RemoteStub::new(&[0; 4096]));
+            let cancel = |is_now: bool| {
+                if is_now {
+                    token.cancel();
+                }
+            };
+            cancel(cancels[0]);
+            let source = end.clone().source();
+            let read = token.while_reading(&source, || {
+                cancel(cancels[1]);
+                Ok(end.take_calls())
+            });
+            read.unwrap()
+        };
+        assert_eq!(read(&[false, false]), []);
+        for cancels in [[true, false], [false, true]] {
+            assert_eq!(read(&cancels), [Call::Abandon], "{cancels:?}");
         }
     }
 

@@ -286,6 +286,18 @@ mod tests {
     }
 
     #[test]
+    fn the_keys_of_a_name_become_the_options_of_the_client() {
+        let distrusts = |text: &str| match DiskSpec::parse(text).unwrap() {
+            DiskSpec::Nbd(nbd) => nbd.options().distrust,
+            other => panic!("{other:?}"),
+        };
+        for (key, expected) in [("", false), (",unflushed=kept", false), (",unflushed=lost", true)]
+        {
+            assert_eq!(distrusts(&format!("nbd://h/x{key}")), expected, "{key}");
+        }
+    }
+
+    #[test]
     fn a_name_without_an_export_is_refused() {
         for (bad, expected) in [
             ("nbd", "needs a server"),
