@@ -329,6 +329,31 @@ fn a_call_comes_when_its_descriptor_is_used() {
     }
 }
 
+/// The device may check for a wanted call only after more than a lap. Any event lies behind it.
+#[test]
+fn a_call_comes_for_every_event_of_more_than_a_lap() {
+    const SIZE: u16 = 4;
+    for event in 0..2 * SIZE {
+        let (mut driver, mut queue) = pair(config(SIZE, true));
+        assert!(queue.publish(), "the first call is forced");
+        let wrap = if event < SIZE { WRAP } else { 0 };
+        driver.put_driver_events((event % SIZE) | wrap, 2);
+        for batch in [SIZE, SIZE, 1] {
+            for _ in 0..batch {
+                driver.add(&[Desc::writable(0x8000, 1)], None);
+            }
+            driver.publish();
+            for _ in 0..batch {
+                let id = pop(&mut queue).head;
+                queue.push(id, 0);
+            }
+            assert_eq!(queue.publish_quietly(), batch);
+            (0..batch).for_each(|_| assert!(driver.take_used().is_some()));
+        }
+        assert!(queue.needs_call(), "{event}");
+    }
+}
+
 #[test]
 fn the_flags_of_the_driver_decide_without_an_event() {
     for (event_idx, place, flags, expected) in [
