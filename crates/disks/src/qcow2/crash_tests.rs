@@ -248,6 +248,20 @@ impl World {
         content
     }
 
+    /// The places in the journal behind headers that name other root tables than before.
+    fn ends_behind_new_roots(&self, journal: &[Event]) -> Vec<usize> {
+        const ROOTS: Range<usize> = 36..60;
+        let mut known = self.content[ROOTS].to_vec();
+        let is_new = |(index, event): (usize, &Event)| match event {
+            Event::Write(0, header) if header[ROOTS] != known => {
+                known = header[ROOTS].to_vec();
+                Some(index + 1)
+            }
+            _ => None,
+        };
+        journal.iter().enumerate().filter_map(is_new).collect()
+    }
+
     /// The file with only the last of all events since the last flush.
     fn cut_to_last(&self, journal: &[Event], end: usize) -> Vec<u8> {
         let is_flush = |event: &Event| matches!(event, Event::Flush);
@@ -372,7 +386,7 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
         eprintln!("skipped: qemu-img is not installed");
         return;
     }
-    let mut leaks = 0;
+    let (mut leaks, mut moved_roots) = (0, 0);
     for kind in &KINDS {
         let mut world = World::new(kind, true);
         world.run(kind.rounds);
@@ -398,6 +412,9 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
         let new_blocks = ends.len() / 4;
         assert!(kind.new_blocks <= new_blocks, "{}: {new_blocks} new blocks", kind.options);
         ends = ends.into_iter().step_by((new_blocks * 4 / 40).max(1) | 1).collect();
+        let new_roots = world.ends_behind_new_roots(&journal);
+        moved_roots += new_roots.len();
+        ends.extend(new_roots);
         ends.extend((0..CUTS).map(|_| usize::try_from(world.random.below(count)).unwrap()));
         for end in ends {
             let content = world.cut_to_last(&journal, end);
@@ -407,6 +424,7 @@ fn an_image_survives_a_loss_of_power_at_any_write() {
         leaks += if world.is_marked { world.leaks } else { 0 };
     }
     assert!(leaks > 0, "nothing was freed");
+    assert!(moved_roots > 0, "no table was replaced by a longer one");
 }
 
 #[test]

@@ -187,6 +187,38 @@ fn an_image_that_has_become_another_one_is_refused() {
     assert!(!is_locked(&scene.image));
 }
 
+/// Its data would be other data.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_over_another_backing_file_is_refused() {
+    let Some(scene) = Scene::new(&[]) else { return };
+    let base = |name: &str| scene.image.with_file_name(name);
+    let rebase = |to: &str| {
+        let mut rebase = Command::new("qemu-img");
+        rebase.args(["rebase", "-u", "-F", "raw", "-b", to]).arg(&scene.image);
+        assert!(rebase.status().unwrap().success());
+    };
+    ["one", "two"].iter().for_each(|name| std::fs::write(base(name), [1; 4096]).unwrap());
+    rebase("one");
+    let late =
+        DiskOptions { no_lock: true, late_lock: true, holds_image: true, ..Default::default() };
+    let file = DiskSource::file(&scene.image, &late).unwrap();
+    let below = DiskOptions { read_only: true, ..DiskOptions::default() };
+    let below = DiskSource::file(&base("one"), &below).unwrap();
+    let layers = vec![Layer::qcow2(file).unwrap(), Layer::raw(below)];
+    let source = crate::qcow2::open_late(layers).unwrap();
+    let lock = source.late_lock().unwrap();
+    for (user, name, is_usable) in [(1, "one", true), (2, "two", false), (3, "one", true)] {
+        rebase(name);
+        let taken = lock.take(user).map_err(|error| error.to_string());
+        match is_usable {
+            true => taken.unwrap(),
+            false => assert!(taken.unwrap_err().contains("another backing file"), "{name}"),
+        }
+        lock.release(user).unwrap();
+    }
+}
+
 /// It may have grown on a second host, and requests rely on that.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use blockio::disk::hand_over::DiskHandOver;
-use blockio::testing::{Event, RemoteStub};
+use blockio::testing::{Event, HandOverFacts, RemoteStub};
 use blockio::{Disk, DiskOptions, DiskSource, Error, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::NamedTempFile;
@@ -308,6 +308,9 @@ fn an_image_is_handed_over_without_a_mark() {
     old.write(0).unwrap();
     let new = || open(old.end.clone().source(), true).unwrap();
     let abandoned = new();
+    // The next process can do without the cache of the server, but not with a mark.
+    old.end.set_hand_over(HandOverFacts { is_written_back: false, ..HandOverFacts::default() });
+    assert!(old.source().hand_over().is_written_back());
     old.source().hand_over().write_back().unwrap();
     assert!(!old.is_marked());
     drop(abandoned);

@@ -486,6 +486,21 @@ mod tests {
         detach();
     }
 
+    /// Another program writes to the file, and its last block is not whole yet.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn whole_blocks_of_a_larger_file_are_adopted() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let options = blockio::DiskOptions { holds_image: true, ..Default::default() };
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        for (bytes, whole) in [(8192 + 100, 8192), (8192 + 512, 8192 + 512), (4096, 8192 + 512)] {
+            file.as_file().set_len(bytes).unwrap();
+            adopt_file_size(&source).unwrap();
+            assert_eq!(source.info().size_bytes, whole, "{bytes}");
+        }
+    }
+
     #[test]
     fn a_file_that_would_be_too_long_is_no_lack_of_space() {
         let error = |errno| Error::Length {

@@ -101,4 +101,21 @@ mod tests {
             assert_eq!(CacheLimit::new(layers.to_vec()).jobs(), jobs);
         }
     }
+
+    #[test]
+    fn the_same_tables_reach_the_limit_again_after_it_was_cleared() {
+        const CLUSTER: u64 = 64 << 10;
+        let limit = CacheLimit::new(vec![CLUSTER]);
+        let table = usize::try_from(CLUSTER).unwrap();
+        for _ in 0..3 {
+            for place in 0..BYTES_MAX / CLUSTER {
+                assert!(!limit.is_reached(), "{place}");
+                // A table counts once, and no access of another length is one to a table.
+                (0..2).for_each(|_| limit.count_access(0, place * CLUSTER, table));
+                limit.count_access(0, place * CLUSTER, table / 2);
+            }
+            assert!(limit.is_reached());
+            limit.clear();
+        }
+    }
 }

@@ -410,6 +410,11 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         image(|front| front[63] = 2).unwrap().check(true, 512).unwrap();
+        for (bits, expected) in [(9, "smaller than a logical block"), (11, "smaller"), (12, "L1")] {
+            let header = image(|front| front[23] = bits).unwrap();
+            let error = header.check(false, 4096).unwrap_err();
+            assert!(error.contains(expected), "{bits}: {error}");
+        }
         for (version, expected) in [(1, "old format qcow (version 1)"), (4, "version 4")] {
             let error = image(|front| front[7] = version).unwrap_err();
             assert!(error.contains(expected), "{error}");

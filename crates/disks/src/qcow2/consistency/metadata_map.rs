@@ -242,4 +242,18 @@ mod tests {
         assert_eq!(known.check_counted(|index| index == 0), Err(IS_FREE));
         known.check_counted(|index| index < 2).unwrap();
     }
+
+    /// The header and both root tables, each in the range of another block.
+    #[test]
+    fn each_root_is_counted_by_a_block() {
+        let mut known = MetadataMap::default();
+        let covered = 64 * CLUSTER;
+        let [l1, blocks] = [1, 3].map(|block| block * covered..(block + 1) * covered + CLUSTER);
+        known.set_roots(CLUSTER, 64, &l1, &blocks).unwrap();
+        known.check_counted(|_| true).unwrap();
+        for missing in 0..6 {
+            let expected = if missing < 5 { Err(IS_FREE) } else { Ok(()) };
+            assert_eq!(known.check_counted(|index| index != missing), expected, "{missing}");
+        }
+    }
 }
