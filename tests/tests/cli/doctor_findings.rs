@@ -304,10 +304,26 @@ fn busy_cpu(folders: &TestFolders) -> Result<Option<Scene>> {
     Ok(Some(scene))
 }
 
+/// Pauses around the longest busy-poll. Without priority, busy programs decide when the daemon and
+/// its client run: then pauses are too long for any busy-poll, or end within one.
 fn requests_after_pauses(folders: &TestFolders) -> Result<Option<Scene>> {
     let daemon = daemon(folders, &["--poll-max-us", "1000", "--poll-budget", "100"])?;
     let load = load(folders, "--rw randread --iodepth 1 --rate_iops 1500 --rate_process poisson")?;
+    if can_change_system("the scheduling of processes") {
+        [&daemon, &load].into_iter().try_for_each(raise_priority)?;
+    }
     Ok(Some(vec![Box::new(load), Box::new(daemon)]))
+}
+
+/// Gives all threads of a process priority over all that have none. A thread may end meanwhile, so
+/// this takes more than one try.
+fn raise_priority(process: &Running) -> Result<()> {
+    let process = process.pid().as_raw_nonzero().to_string();
+    retry(LIMIT, || {
+        let mut chrt = Command::new("chrt");
+        run(chrt.args(["--all-tasks", "--fifo", "--pid", "1", &process]))?.expect_code(0)?;
+        Ok(())
+    })
 }
 
 fn limits(folders: &TestFolders) -> Result<Option<Scene>> {
