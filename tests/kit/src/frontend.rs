@@ -5,6 +5,7 @@
 //! [`Frontend::attach`] and [`Frontend::request`]. With the modules a test can leave out, repeat or
 //! spoil each of their steps.
 
+pub mod log;
 pub mod memory;
 pub mod message;
 pub mod ring;

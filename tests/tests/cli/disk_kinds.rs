@@ -18,7 +18,7 @@ fn text(path: &Path) -> Result<&str> {
 }
 
 /// Makes an encrypted disk with a weak key derivation, and returns its name.
-fn luks(folders: &TestFolders) -> Result<String> {
+pub(super) fn luks(folders: &TestFolders) -> Result<String> {
     let (image, key) = (folders.disk("encrypted", DISK_BYTES + (16 << 20))?, folders.path("key"));
     fs::write(&key, "no secret")?;
     let (image, key) = (text(&image)?, text(&key)?);
@@ -28,7 +28,7 @@ fn luks(folders: &TestFolders) -> Result<String> {
     Ok(format!("luks,key-file={key},over={image}"))
 }
 
-fn qcow2(folders: &TestFolders) -> Result<String> {
+pub(super) fn qcow2(folders: &TestFolders) -> Result<String> {
     let image = folders.path("image");
     let image = text(&image)?;
     run_program("qemu-img", &["create", "-q", "-f", "qcow2", image, &DISK_BYTES.to_string()])?;

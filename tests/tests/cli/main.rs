@@ -26,6 +26,7 @@ mod locks;
 mod log;
 mod members;
 mod metrics;
+mod migration_log;
 mod operator_mistakes;
 mod options;
 mod passed_files;

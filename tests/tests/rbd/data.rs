@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::ceph::export;
 use ringhaul_kit::cli::{ringhaul, run};
 use ringhaul_kit::daemon::pattern;
+use ringhaul_kit::frontend::log::check_marks;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, segment};
 use ringhaul_kit::guest::{Bus, Disk, Vm};
@@ -40,6 +41,14 @@ pub(super) fn data_is_in_the_cluster(scene: &mut Scene) -> Result<()> {
     // The optimal size is that of an object.
     ensure!(front_end.config(28, 4)? == 8192_u32.to_le_bytes(), "opt_io_size");
     drop(front_end);
+    served.end()
+}
+
+/// A front-end that moves its guest finds a mark for each page that a request has changed.
+pub(super) fn marks(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("marked")?;
+    let served = scene.serve("marked", &disk, &["--num-queues", "2"])?;
+    check_marks(&served.socket)?;
     served.end()
 }
 

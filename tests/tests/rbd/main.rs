@@ -107,6 +107,7 @@ fn images_in_a_cluster() -> Result<()> {
     let parts: &[(&str, Part)] = &[
         ("an image is described, or refused", image_is_described),
         ("what is written is in the cluster", data::data_is_in_the_cluster),
+        ("marks of pages for a move", data::marks),
         ("discards and zeroes", data::discards_and_zeroes),
         ("requests during a discard", data::requests_during_a_discard),
         ("what was flushed survives the OSD", data::flushed_data_is_durable),

@@ -211,14 +211,20 @@ impl Tree {
         Ok(())
     }
 
-    /// Compares the tree on the disk with the model.
+    /// Compares the tree with the model, once as it is in memory, which has data that was read in
+    /// the round before, and once as it is on the disk.
     fn check(&self) -> io::Result<()> {
+        self.compare()?;
         // A program without dependencies has no syncfs(2).
         let synced = Command::new("sync").arg("-f").arg(&self.root).status()?;
         if !synced.success() {
             return Err(io::Error::other(format!("sync ended with {synced}")));
         }
         fs::write("/proc/sys/vm/drop_caches", "3")?;
+        self.compare()
+    }
+
+    fn compare(&self) -> io::Result<()> {
         let mut found = 0;
         let mut folders = vec![String::new()];
         while let Some(folder) = folders.pop() {

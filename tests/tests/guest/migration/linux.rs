@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::guest::{Accelerator, Bus, Disk, Image, Vm, VmOptions};
 
-use super::scene::{Device, DiskKind, FAST, SLOW, Scene, Switch, moves, print_row};
+use super::scene::{Device, DiskKind, SLOW, Scene, Switch, moves, print_row};
 use crate::{LIMIT, check_file_system, scenario, with};
 
 const START: &str = include_str!("../../../guest/moved-start.sh");
@@ -13,6 +13,9 @@ const STOP: &str = include_str!("../../../guest/moved-stop.sh");
 
 /// Room for the file of fio, the tree and a journal.
 const DISK_BYTES: u64 = 192 << 20;
+
+/// A limit that the loads do not reach.
+const SPEED: u64 = 192 << 20;
 
 /// The QEMUs of a guest.
 struct Linux {
@@ -62,7 +65,7 @@ impl Linux {
     /// Moves the guest, and waits until its loads have made progress at the target.
     fn move_to(&self, daemon: &str, mut source: Vm) -> Result<(Vm, Switch)> {
         let mut target = self.target(daemon)?;
-        source.mover()?.begin(&self.scene.socket("move"), FAST)?;
+        source.mover()?.begin(&self.scene.socket("move"), SPEED)?;
         let switch = Switch::of(source.mover()?)?;
         wait_rounds(&mut target, 0)?;
         Ok((target, switch))
@@ -130,7 +133,7 @@ fn survives_kills(device: Device, kind: DiskKind) -> Result<()> {
     drop(target);
     linux.scene.serve("b")?;
     let mut target = linux.target("b")?;
-    vm.mover()?.begin(&linux.scene.socket("move"), FAST)?;
+    vm.mover()?.begin(&linux.scene.socket("move"), SPEED)?;
     vm.mover()?.wait_for("completed")?;
     linux.scene.kill("a")?;
     wait_rounds(&mut target, 0)?;
@@ -161,15 +164,25 @@ fn linux_survives_kills_around_its_moves() -> Result<()> {
 }
 
 #[test]
-#[ignore = "a minute; each device and each disk has a test that always runs"]
-fn linux_moves_on_each_other_kind() -> Result<()> {
-    for (device, kind) in [
-        (Device::Scsi, DiskKind::Raw),
-        (Device::Scsi, DiskKind::Nbd),
-        (Device::Blk, DiskKind::Qcow2),
-        (Device::PackedBlk, DiskKind::Raw),
-    ] {
-        scenario(|| moves_there_and_back(device, kind))?;
-    }
-    Ok(())
+#[ignore = "the same devices and disks as in tests that always run"]
+fn linux_moves_on_a_unit() -> Result<()> {
+    scenario(|| moves_there_and_back(Device::Scsi, DiskKind::Raw))
+}
+
+#[test]
+#[ignore = "the same devices and disks as in tests that always run"]
+fn linux_moves_on_a_unit_with_an_nbd_server() -> Result<()> {
+    scenario(|| moves_there_and_back(Device::Scsi, DiskKind::Nbd))
+}
+
+#[test]
+#[ignore = "the same devices and disks as in tests that always run"]
+fn linux_moves_on_an_image() -> Result<()> {
+    scenario(|| moves_there_and_back(Device::Blk, DiskKind::Qcow2))
+}
+
+#[test]
+#[ignore = "the small guest moves with packed rings"]
+fn linux_moves_with_packed_rings() -> Result<()> {
+    scenario(|| moves_there_and_back(Device::PackedBlk, DiskKind::Raw))
 }
