@@ -22,7 +22,7 @@ use crate::daemon::{Daemon, Shutdown};
 use crate::options::ServeArgs;
 use crate::socket::inherited::InheritedSockets;
 use crate::spec::ExportSpec;
-use crate::spec::command::{Command, CommandError, Removal, Reply};
+use crate::spec::command::{Command, CommandError, Removal, Reply, StatsReader};
 use crate::spec::process::SuccessorProgress;
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::status::{ExportDetails, Served};
@@ -311,6 +311,9 @@ fn a_takeover_that_fails_at_any_step_changes_nothing() {
         });
         assert!(error.unwrap().contains(expected), "{name}");
         assert_eq!((details(&old.daemon), settings(&old.daemon)), before, "{name}");
+        let stats = old.daemon.handle(Command::Stats(StatsReader::Control)).unwrap();
+        let Reply::Stats(stats) = stats else { panic!("{stats:?}") };
+        assert_eq!(stats.failed_takeovers, u64::from(number), "{name}");
         let start = Instant::now();
         old.frontend.write(0, 8, &[number; 4096]).unwrap();
         assert!(old.frontend.read(1, 8, 4096).unwrap() == [number; 4096], "{name}");
