@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 
 use medium::Medium;
 use persist::{
-    Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations, ReservationsState,
+    Attached, CommandClass, FileError, MovedReservations, Nexus, PortInUse, PortName, Reservations,
+    ReservationsState,
 };
 pub use persist::{ReservationStorage, StorageGuard};
 use sense::Sense;
@@ -119,6 +120,18 @@ pub(crate) struct AccessState {
     has_descriptor_sense: bool,
 }
 
+/// Shared state of a disk, for another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct MovedAccess {
+    is_stopped: bool,
+    /// WCE of the caching mode page is cleared.
+    cache_is_off: bool,
+    /// D_SENSE of the control mode page.
+    has_descriptor_sense: bool,
+    reservations: MovedReservations,
+}
+
 /// A file of persistent reservations that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
@@ -166,6 +179,71 @@ impl DiskAccess {
         self.set_cache_off(state.cache_is_off);
         self.set_descriptor_sense(state.has_descriptor_sense);
         Ok(())
+    }
+
+    /// State for another host. Call it while no command runs.
+    pub(crate) fn moved_state(&self) -> io::Result<MovedAccess> {
+        Ok(MovedAccess {
+            is_stopped: self.is_stopped(),
+            cache_is_off: self.cache_is_off(),
+            has_descriptor_sense: self.has_descriptor_sense(),
+            reservations: self.reservations.moved_state()?,
+        })
+    }
+
+    /// Checks that the disk can continue with the state of another host, where ports have the first
+    /// of each two names. Returns the reason if it cannot.
+    pub(crate) fn check_moved(
+        &self,
+        state: &MovedAccess,
+        ports: &[(PortName, PortName)],
+    ) -> Result<(), String> {
+        if self.disk_users.lock().iter().any(|user| !user.is_gone()) {
+            return Err(persist::SHARED_TEXT.to_owned());
+        }
+        self.reservations.check_moved(&state.reservations, ports).map(drop)
+    }
+
+    /// Continues with the state of another host. Waits for the file of the reservations.
+    pub(crate) fn continue_moved(
+        &self,
+        state: &MovedAccess,
+        ports: &[(PortName, PortName)],
+    ) -> Result<(), String> {
+        self.reservations.continue_moved(&state.reservations, ports)?;
+        self.set_stopped(state.is_stopped);
+        self.set_cache_off(state.cache_is_off);
+        self.set_descriptor_sense(state.has_descriptor_sense);
+        Ok(())
+    }
+
+    /// Like [`store_reservations`](Self::store_reservations), for a disk that processes on several
+    /// hosts use in turn. Stored reservations are loaded when a [use](Self::begin_use) begins.
+    ///
+    /// # Errors
+    ///
+    /// If other exports of the disk have chosen another place, or none.
+    pub fn store_reservations_later(
+        &self,
+        place: ReservationStorage,
+    ) -> Result<StorageGuard, ReservationsError> {
+        Ok(self.reservations.store_later_in(place)?)
+    }
+
+    /// Begins a use of a disk that another host may have used before: takes the file of its
+    /// reservations, and loads them if there is one. Waits for the file system.
+    ///
+    /// # Errors
+    ///
+    /// Like [`store_reservations`](Self::store_reservations).
+    pub fn begin_use(&self) -> Result<(), ReservationsError> {
+        Ok(self.reservations.take_file()?)
+    }
+
+    /// Ends a use: leaves the file of the reservations to the next host. Call it while no command
+    /// runs.
+    pub fn end_use(&self) {
+        self.reservations.leave_file();
     }
 
     /// Stores persistent reservations in `place`, if initiators ask for that (APTPL), and loads

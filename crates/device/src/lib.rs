@@ -16,6 +16,7 @@ mod device;
 mod device_core;
 mod events;
 mod hand_over;
+mod moved_state;
 mod queue;
 pub mod scsi;
 mod stats;
@@ -30,6 +31,7 @@ pub use events::{
     SlowRequest,
 };
 pub use hand_over::DeviceState;
+pub use moved_state::{MoveError, MovedState};
 pub use queue::QueueHandle;
 pub use queue::call_watch::{CallWatch, WatchError, prepare_calls};
 pub use queue::data_budget::SMALL_REQUEST_BYTES;

@@ -10,6 +10,7 @@ mod disk_locks;
 mod export;
 pub(crate) mod export_log;
 mod exports;
+pub(crate) mod guest_turns;
 mod hand_over;
 pub(crate) mod hand_over_state;
 mod order;
@@ -37,6 +38,7 @@ use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 use exports::{Exports, Order};
+use guest_turns::GuestTurns;
 use hand_over_state::{Described, ExportProgress, Paused};
 pub use order::ExportSetup;
 use order::{Alarm, Answered, OrderKind};
@@ -209,6 +211,16 @@ impl Control {
         let disk = self.ask(OrderKind::Change, move |all| all.begin_resize(&name, place))??;
         let lock = DiskLock { control: self, id: disk.id, place };
         Ok((disk, lock))
+    }
+
+    /// Returns the turns of the guests of an export.
+    ///
+    /// # Errors
+    ///
+    /// When no export has this name, it is stopping, or its disks are not locked late.
+    pub(crate) fn guest_turns(&self, name: String, is_change: bool) -> Answered<Arc<GuestTurns>> {
+        let kind = if is_change { OrderKind::Change } else { OrderKind::Query };
+        self.ask(kind, move |all| all.find(&name)?.guest_turns())?
     }
 
     /// Changes the limits and the error policy of a disk. Returns the rules that apply now, and the

@@ -6,6 +6,7 @@ pub(crate) mod disk_monitor;
 pub(crate) mod format;
 pub(crate) mod hand_over;
 mod keeping;
+mod moving;
 pub(crate) mod process_status;
 pub(crate) mod reload;
 mod resizing;
@@ -20,9 +21,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use blockio::executor::Lock;
 use device::Device;
-use device::access::DiskAccess;
 
 use crate::control::export_log::ExportLog;
+use crate::control::guest_turns::access_of;
 use crate::control::subscribers::Subscribers;
 use crate::control::{
     ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
@@ -165,7 +166,7 @@ impl Daemon {
         let changes_exports = match &part {
             Some(ChangedPart::Exports(_) | ChangedPart::Disk(..)) => true,
             Some(ChangedPart::Settings(_)) => false,
-            None => matches!(command, Command::Resize(..)),
+            None => matches!(command, Command::Resize(..) | Command::LoadState(..)),
         };
         let _running = changes_exports.then(|| self.ownership.begin_command()).transpose()?;
         let done = self.carry_out(command, passed);
@@ -188,6 +189,8 @@ impl Daemon {
                 self.control.resume_disks(export, place)?;
                 Ok(Reply::Resumed)
             }
+            Command::SaveState(export) => self.save_state(export),
+            Command::LoadState(export, state) => self.load_state(export, &state),
             Command::End(cause) => {
                 // A failed send means that the daemon has ended.
                 let end = || drop(self.events.send(Event::Requested(cause)));
@@ -303,7 +306,9 @@ impl Daemon {
         let (changing, lock) = self.control.begin_unit(export.clone(), place, UnitChange::Add)?;
         let ChangingUnit { name, log_name, device, settings, endpoint, cancel_token, .. } =
             changing;
-        let disk_locks = changing.disk_locks.filter(|_| unit.is_locked_late(&settings));
+        let turns = changing.turns;
+        let locks = turns.as_ref().map(|turns| Arc::clone(turns.locks()));
+        let disk_locks = locks.filter(|_| unit.is_locked_late(&settings));
         unit.check(&settings.rules).map_err(CommandError::Invalid)?;
         let named = unit.disk(&settings);
         let unless_given_up = |error| match cancel_token.is_active() {
@@ -327,7 +332,9 @@ impl Daemon {
         locked.map_err(anyhow::Error::from)?;
         // Nothing has been written.
         let unlock = || disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
-        let added = unit.add_to(&device, &name, &disk, &self.shared_disks);
+        let add =
+            |has_turn: bool| unit.add_to(&device, &name, (&disk, has_turn), &self.shared_disks);
+        let added = turns.as_ref().map_or_else(|| add(true), |turns| turns.with_turn(add));
         added.inspect_err(|_| unlock())?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !lock.add_unit(unit, disk.source, asked) {
@@ -345,7 +352,7 @@ impl Daemon {
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
         let (changing, lock) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
-        let ChangingUnit { log_name, device, removed, disk_locks, .. } = changing;
+        let ChangingUnit { log_name, device, removed, turns, .. } = changing;
         let unit = device.remove_unit(place.address());
         // The caller waits, without a time limit, for the end of the unit's requests and for the
         // file system. Afterwards the disk can be opened again.
@@ -353,7 +360,7 @@ impl Daemon {
         if let Some(unit) = unit {
             lock.close_unit(|| unit.close());
         }
-        let unlocked = disk_locks.iter().try_for_each(|locks| locks.remove(place));
+        let unlocked = turns.iter().try_for_each(|turns| turns.locks().remove(place));
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
         unlocked.with_context(|| {
@@ -480,17 +487,5 @@ impl Shutdown {
             std::mem::forget(threads);
         }
         Ok(outcome)
-    }
-}
-
-/// Returns the state that a disk of a device shares with other exports. `None` if its unit is being
-/// removed.
-fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess>> {
-    match (device, place) {
-        (Device::Blk(device), None) => Some(Arc::clone(device.access())),
-        (Device::Scsi(device), Some(place)) => device.access(place.address()),
-        (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => {
-            unreachable!("a disk was found at this place")
-        }
     }
 }

@@ -50,10 +50,11 @@ fn methods() -> Result<BTreeSet<String>> {
     Ok(methods.keys().cloned().collect())
 }
 
-/// `upgrade.begin` passes on the environment of the daemon and its output, and `takeover` all disks
-/// and guest memory. Both are for root and that user alone. All other methods are for members, too.
+/// `upgrade.begin` passes on the environment of the daemon and its output, `takeover` all disks and
+/// guest memory, and `state.load` the reservations of a guest. They are for root and that user
+/// alone. All other methods are for members, too.
 #[test]
-fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
+fn members_may_call_every_method_except_upgrade_state_and_takeover() -> Result<()> {
     if !is_root() {
         print_skipped("only root can become another user");
         return Ok(());
@@ -97,7 +98,14 @@ fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
     }
     let begin = json!({ "formats": [4], "inflight-versions": [1], "version": "test" });
     let wait = json!({ "process": 1 });
-    let refused = [("upgrade.begin", json!({})), ("upgrade.wait", wait), ("takeover", begin)];
+    let load = json!({ "export": "vm", "state": {} });
+    let refused = [
+        ("upgrade.begin", json!({})),
+        ("upgrade.wait", wait),
+        ("state.save", vm.clone()),
+        ("state.load", load),
+        ("takeover", begin),
+    ];
     for (method, params) in &refused {
         let answer = call_as_member(&path, method, params)?;
         let error = &answer["error"];
@@ -106,7 +114,7 @@ fn members_may_call_every_method_except_upgrade_and_takeover() -> Result<()> {
         ensure!(says.contains("only root and the user of this daemon may"), "{method}: {says}");
     }
     let known: BTreeSet<String> =
-        allowed.iter().chain(&refused[..2]).map(|(method, _)| (*method).to_owned()).collect();
+        allowed.iter().chain(&refused[..4]).map(|(method, _)| (*method).to_owned()).collect();
     let with_end = known.into_iter().chain(["shutdown".to_owned()]).collect();
     ensure!(methods()? == with_end, "another method: {:?}", methods()?);
     let shown = Client::new(&path)?.call("export.show", &vm)?;

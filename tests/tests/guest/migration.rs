@@ -6,6 +6,7 @@ mod kinds;
 mod libvirt;
 mod linux;
 mod scene;
+mod state;
 
 use anyhow::{Result, ensure};
 use ringhaul_tools::process::retry;

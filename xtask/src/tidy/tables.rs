@@ -184,6 +184,7 @@ pub(super) const FLOORS: &[Floors] = &[
             "scsi",
             "device",
             "hand_over",
+            "moved_state",
         ],
     },
     Floors {

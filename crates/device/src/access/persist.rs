@@ -12,6 +12,7 @@
 mod command;
 mod file;
 mod locked_file;
+mod moved;
 mod registry;
 mod report;
 mod rules;
@@ -33,6 +34,7 @@ use super::sense::Sense;
 
 pub(crate) use self::command::{CDB_BYTES, TARGET_PORT, list_bytes};
 pub(crate) use self::file::FileError;
+pub(crate) use self::moved::{MovedReservations, SHARED_TEXT};
 pub(crate) use self::registry::{CommandClass, PortName};
 pub(crate) use self::rules::Refusal;
 
@@ -190,6 +192,24 @@ impl Reservations {
         Ok(())
     }
 
+    /// Takes the file of the reservations, which another host may have changed. Without a file,
+    /// registrations stay as they are.
+    pub(crate) fn take_file(&self) -> Result<(), FileError> {
+        if let StorageState::In(file) = &mut *self.file.lock()
+            && let Some(registry) = file.take()?
+        {
+            self.state.lock().set(registry, &self.unregistered);
+        }
+        Ok(())
+    }
+
+    /// Leaves the file of the reservations to another host.
+    pub(crate) fn leave_file(&self) {
+        if let StorageState::In(file) = &mut *self.file.lock() {
+            file.leave();
+        }
+    }
+
     /// Stores reservations in `place`, if initiators ask for that (APTPL), and loads stored ones.
     /// The place is fixed while there are registrations, attached ports, or results of this. Waits
     /// for the disk with the file, and for other callers that do.
@@ -201,6 +221,23 @@ impl Reservations {
     pub(crate) fn store_in(
         self: &Arc<Self>,
         place: ReservationStorage,
+    ) -> Result<StorageGuard, FileError> {
+        self.choose(place, false)
+    }
+
+    /// Like [`store_in`](Self::store_in), with a file that belongs to another host until it is
+    /// [taken](Self::take_file), and is not loaded before.
+    pub(crate) fn store_later_in(
+        self: &Arc<Self>,
+        place: ReservationStorage,
+    ) -> Result<StorageGuard, FileError> {
+        self.choose(place, true)
+    }
+
+    fn choose(
+        self: &Arc<Self>,
+        place: ReservationStorage,
+        is_later: bool,
     ) -> Result<StorageGuard, FileError> {
         let mut kept = self.file.lock();
         if matches!(*kept, StorageState::HandedOver) {
@@ -235,8 +272,15 @@ impl Reservations {
                 return Err(FileError::elsewhere(&path, Some(file.path())));
             }
         };
-        let (file, registry) = StateFile::load(path)?;
-        if !(has_to_exist && file.is_absent()) {
+        let (file, is_absent, registry) = if is_later {
+            let is_absent = !path.exists();
+            (StateFile::later(path), is_absent, Registry::default())
+        } else {
+            let (file, registry) = StateFile::load(path)?;
+            let is_absent = file.is_absent();
+            (file, is_absent, registry)
+        };
+        if !(has_to_exist && is_absent) {
             *kept = StorageState::In(file);
             let mut state = self.state.lock();
             state.persists = true;

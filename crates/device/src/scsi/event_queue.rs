@@ -22,7 +22,7 @@ use crate::unit_address::UnitAddress;
 /// Bytes of an event: kind, LUN, reason.
 const EVENT_BYTES: usize = 16;
 /// The most events that wait for a buffer; later ones are missed.
-const EVENTS_MAX: usize = 64;
+pub(crate) const EVENTS_MAX: usize = 64;
 /// CAPACITY DATA HAS CHANGED, as the reason of an event: the code, then its qualifier.
 const CAPACITY_CHANGED: u32 = 0x2a | 0x09 << 8;
 

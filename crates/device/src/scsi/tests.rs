@@ -30,6 +30,7 @@ mod hand_over_state;
 mod held;
 mod limits;
 mod medium;
+mod moved_state;
 mod no_kicks;
 mod pages;
 mod recovered;

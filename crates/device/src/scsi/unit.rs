@@ -14,7 +14,7 @@ use crate::access::sense::{Format, Sense};
 use crate::unit_address::{UnitAddress, UnitNumber};
 
 /// The most pending attentions. A driver that never reads them loses the oldest.
-const ATTENTIONS_MAX: usize = 16;
+pub(crate) const ATTENTIONS_MAX: usize = 16;
 
 /// The most bytes of a serial number.
 pub const SERIAL_BYTES: usize = 36;

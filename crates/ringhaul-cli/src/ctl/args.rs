@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use clap_complete::ArgValueCandidates;
 use ringhaul::options::ExportArgs;
 use ringhaul::options::sandbox::SandboxMode;
@@ -123,6 +123,17 @@ pub(crate) enum CtlCommand {
         #[arg(value_name = "[T:]LUN")]
         unit: Option<String>,
     },
+    /// Move the state of logical units to another host, with a guest that migrates.
+    #[command(after_help = examples::CTL_STATE)]
+    State {
+        /// `save` prints the state that the units had when the guest stopped. `load` reads it from
+        /// standard input, for the next guest.
+        #[arg(value_name = "save|load")]
+        direction: Direction,
+        /// The name of the export, or the path of its socket.
+        #[arg(add = ArgValueCandidates::new(export_names))]
+        export: String,
+    },
     /// Change settings, or list them: log=FILTER, poll-max-us=US, poll-budget=PERCENT.
     #[command(after_help = examples::CTL_SET)]
     Set {
@@ -193,6 +204,15 @@ pub(crate) enum CtlCommand {
         #[arg(default_value = "{}")]
         params: String,
     },
+}
+
+/// The direction in which a state moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Direction {
+    /// From the daemon to standard output.
+    Save,
+    /// From standard input to the daemon.
+    Load,
 }
 
 /// Reads seconds, and returns milliseconds.

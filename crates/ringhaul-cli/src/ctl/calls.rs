@@ -1,5 +1,6 @@
 //! The words of a command line, as calls of methods.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -13,10 +14,13 @@ use ringhaul_options::key_value::Parts;
 use ringhaul_options::parse_size;
 use serde_json::{Value, json};
 
-use super::args::CtlCommand;
+use super::args::{CtlCommand, Direction};
 
 /// A parameter that the daemon does not have: the bytes by which a disk is to grow.
 pub(super) const MORE_BYTES: &str = "more-bytes";
+
+/// The most bytes of a state: a request has no more.
+const STATE_BYTES_MAX: u64 = 1 << 20;
 
 /// The calls for a request, in order: methods with their parameters.
 pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
@@ -47,6 +51,13 @@ pub(super) fn calls_of(what: &CtlCommand) -> Result<Vec<(&str, Value)>> {
         }
         CtlCommand::SetDisk { export, words } => ("disk.set", set_disk(export, words)?),
         CtlCommand::Resume { export, unit } => ("disk.resume", at(export, unit.as_deref())?),
+        CtlCommand::State { direction: Direction::Save, export } => {
+            ("state.save", json!({ "export": export }))
+        }
+        CtlCommand::State { direction: Direction::Load, export } => {
+            let state = read_state(std::io::stdin().lock())?;
+            ("state.load", json!({ "export": export, "state": state }))
+        }
         CtlCommand::Set { changes } => ("set", set(changes)?),
         CtlCommand::Stats => ("stats", json!({})),
         CtlCommand::Metrics => ("metrics", json!({})),
@@ -70,6 +81,19 @@ fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
     specs.iter_mut().try_for_each(make_spec_absolute)?;
     let calls = specs.iter().map(|spec| Ok(("export.add", serde_json::to_value(spec)?)));
     calls.collect()
+}
+
+/// Reads a state that `ctl state save` has printed.
+fn read_state(input: impl Read) -> Result<Value> {
+    let mut text = String::new();
+    input
+        .take(STATE_BYTES_MAX)
+        .read_to_string(&mut text)
+        .context("cannot read the state from standard input")?;
+    if text.trim().is_empty() {
+        bail!("standard input is empty; `ringhaul ctl state save` prints a state");
+    }
+    serde_json::from_str(&text).context("standard input has no state in JSON")
 }
 
 /// The name of the export in the parameters of a call.
@@ -254,6 +278,7 @@ mod tests {
             ("set-disk vm", "disk.set", json!({ "export": "vm" })),
             ("resume vm", "disk.resume", json!({ "export": "vm" })),
             ("resume vm 7", "disk.resume", json!({ "export": "vm", "target": 0, "lun": 7 })),
+            ("state save vm", "state.save", json!({ "export": "vm" })),
             ("set", "set", json!({})),
             ("set poll-max-us=7 log=3", "set", json!({ "poll-max-us": 7, "log": "3" })),
             ("events gone", "subscribe", json!({ "events": ["gone"] })),

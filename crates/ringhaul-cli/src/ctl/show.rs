@@ -27,6 +27,7 @@ pub(super) fn print(text: &str) -> Result<()> {
 /// The answer of a method.
 pub(super) fn answer(method: &str, answer: &Value, form: Form) -> String {
     match (method, form) {
+        ("state.save", _) => json(&answer["state"]),
         (_, Form::Json) => json(answer),
         _ if answer.as_object().is_some_and(serde_json::Map::is_empty) => String::new(),
         ("export.list", Form::Table) => exports(answer),

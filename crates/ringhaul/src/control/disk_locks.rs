@@ -49,6 +49,11 @@ impl DiskLocks {
         Some(Arc::new(Self(Lock::new(state))))
     }
 
+    /// The places of the disks.
+    pub(super) fn places(&self) -> Vec<Option<UnitPlace>> {
+        self.0.lock().locks.iter().map(|placed| placed.place).collect()
+    }
+
     /// Returns true while the disks are locked.
     pub(crate) fn are_held(&self) -> bool {
         self.0.lock().holder.is_some()

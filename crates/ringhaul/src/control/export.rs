@@ -20,6 +20,7 @@ use vhost_user::{End, Examiner, RunLock, Session, SessionProgress, SessionSetup}
 use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
 use super::disk_locks::DiskLocks;
+use super::guest_turns::GuestTurns;
 use super::order::ExportSetup;
 use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
@@ -55,8 +56,8 @@ pub(super) struct Export {
     pub(super) changing: Vec<DiskChange>,
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
-    /// The locks that a session holds while queues run. `None`: they do not depend on sessions.
-    disk_locks: Option<Arc<DiskLocks>>,
+    /// The turns that a session has while queues run. `None`: locks do not depend on sessions.
+    turns: Option<Arc<GuestTurns>>,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
     fd_store: Option<Arc<FdStore>>,
@@ -100,7 +101,8 @@ impl Export {
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
         let disk_locks = DiskLocks::of_export(&spec, &disks);
-        let run_lock = disk_locks.clone().map(|locks| locks as Arc<dyn RunLock>);
+        let turns = disk_locks.map(|locks| Arc::new(GuestTurns::new(device.clone(), locks)));
+        let run_lock = turns.clone().map(|turns| turns as Arc<dyn RunLock>);
         let setup = SessionSetup { device, threads, rules, examiner, run_lock, waker };
         Self {
             spec,
@@ -108,7 +110,7 @@ impl Export {
             changing: Vec::new(),
             log,
             setup,
-            disk_locks,
+            turns,
             limits,
             groups,
             fd_store,
@@ -909,7 +911,8 @@ pub(super) mod tests {
             if is_held {
                 locks.take(1).unwrap();
             }
-            export.disk_locks = is_late.then_some(locks);
+            let turns = GuestTurns::new(export.setup.device.clone(), locks);
+            export.turns = is_late.then(|| Arc::new(turns));
             assert_eq!(export.disks_to_release().len(), usize::from(is_released), "{loss:?}");
         }
     }

@@ -73,6 +73,7 @@ impl Export {
         }
         self.check_disks()?;
         self.check_changes()?;
+        self.check_moved_state()?;
         let describe = |fds: &mut PassedFds| -> io::Result<HandedExport> {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
@@ -117,6 +118,18 @@ impl Export {
             return Ok(());
         };
         Err(CommandError::NotNow(anyhow::anyhow!(text)))
+    }
+
+    /// Refuses a hand-over that would lose the state of a guest that is about to come.
+    fn check_moved_state(&self) -> Answered<()> {
+        if !self.waits_for_guest() {
+            return Ok(());
+        }
+        Err(CommandError::NotNow(anyhow::anyhow!(
+            "a guest is about to continue on {}, and its state is loaded; try again when the guest \
+             runs, or remove the export",
+            self.spec.name()
+        )))
     }
 
     /// Returns true if waiting requests do not delay a queue that stops.

@@ -12,7 +12,7 @@ use device::scsi::ScsiDevice;
 use disks::open::CancelToken;
 use rustix::fd::OwnedFd;
 
-use super::disk_locks::DiskLocks;
+use super::guest_turns::GuestTurns;
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::fd_store::FdStore;
@@ -68,8 +68,8 @@ pub(crate) struct ChangingUnit {
     pub(crate) cancel_token: CancelToken,
     /// The disk of a unit that is being removed, which is no longer listed.
     pub(crate) removed: Option<DiskSource>,
-    /// The locks of the disks beside it, if they are taken late.
-    pub(crate) disk_locks: Option<Arc<DiskLocks>>,
+    /// The turns of guests, if its disks are locked late.
+    pub(crate) turns: Option<Arc<GuestTurns>>,
 }
 
 /// A disk whose size is changing.

@@ -89,7 +89,9 @@ impl From<&CommandError> for RpcError {
             | CommandError::NotNow(_)
             | CommandError::NotPaused(_) => Code::Busy,
             CommandError::NotEnded(..) => Code::Unfinished,
-            CommandError::NoUnits(_) | CommandError::NoDisk(_) => Code::WrongKind,
+            CommandError::NoUnits(_) | CommandError::NoDisk(_) | CommandError::NoTurns(_) => {
+                Code::WrongKind
+            }
             CommandError::Ending | CommandError::HandedOver(_) => Code::Ending,
             CommandError::Invalid(_) => Code::Params,
             CommandError::Failed(_) => Code::Failed,
@@ -281,6 +283,7 @@ mod tests {
             (E::Busy(name(), ExportState::Opening), Code::Busy, true),
             (E::NotEnded(name(), String::new()), Code::Unfinished, false),
             (E::NoUnits(name()), Code::WrongKind, false),
+            (E::NoTurns(name()), Code::WrongKind, false),
             (E::NoDisk(name()), Code::WrongKind, false),
             (E::UnitExists(name(), place), Code::Exists, false),
             (E::UnitBusy(name(), place), Code::Busy, true),

@@ -27,7 +27,7 @@ use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
 
 /// All methods, each with the least role of a client that may call it.
-static METHODS: [&dyn Method; 19] = [
+static METHODS: [&dyn Method; 21] = [
     &Typed { name: "ping", role: Role::Reader, kind: Kind::Query, carry_out: ping },
     &Typed { name: "export.list", role: Role::Reader, kind: Kind::Query, carry_out: list },
     &Typed { name: "export.show", role: Role::Reader, kind: Kind::Query, carry_out: show },
@@ -38,6 +38,8 @@ static METHODS: [&dyn Method; 19] = [
     &Typed { name: "disk.resize", role: Role::Member, kind: Kind::MayWait, carry_out: resize },
     &Typed { name: "disk.set", role: Role::Member, kind: Kind::Change, carry_out: set_disk },
     &Typed { name: "disk.resume", role: Role::Member, kind: Kind::Change, carry_out: resume_disk },
+    &Typed { name: "state.save", role: Role::Owner, kind: Kind::Wait, carry_out: save_state },
+    &Typed { name: "state.load", role: Role::Owner, kind: Kind::MayWait, carry_out: load_state },
     &Typed { name: "set", role: Role::Member, kind: Kind::Change, carry_out: set },
     &Typed {
         name: "upgrade.begin",
@@ -349,6 +351,39 @@ fn resume_disk(params: ResumeDisk, client: &mut Client) -> Result<Done, RpcError
     client.handle(Command::Resume(export, place(target, lun)?)).map(|_| Done {})
 }
 
+/// Returns the state that the logical units of an export had when their guest stopped.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct SaveState {
+    /// The name or the socket of the export.
+    export: String,
+}
+
+/// The state of logical units.
+#[derive(Serialize, JsonSchema)]
+struct SavedUnits {
+    /// An object for `state.load` on another host.
+    state: Value,
+}
+
+fn save_state(params: SaveState, client: &mut Client) -> Result<SavedUnits, RpcError> {
+    ask!(client, Command::SaveState(params.export), Reply::State).map(|state| SavedUnits { state })
+}
+
+/// Has the next guest of an export continue with the state that it had on another host.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct LoadState {
+    /// The name or the socket of the export.
+    export: String,
+    /// The answer of `state.save` on the other host.
+    state: Value,
+}
+
+fn load_state(params: LoadState, client: &mut Client) -> Result<Done, RpcError> {
+    client.handle(Command::LoadState(params.export, Box::new(params.state))).map(|_| Done {})
+}
+
 /// The place of a disk. `None`: no unit is named.
 fn place(target: Option<u8>, lun: Option<u16>) -> Result<Option<UnitPlace>, RpcError> {
     if lun.is_none() && target.is_some() {
@@ -579,9 +614,9 @@ mod tests {
     fn methods_that_may_wait_or_end_the_process_are_marked() {
         let of = |kind| METHODS.into_iter().filter(move |method| method.kind() == kind);
         let names = |kind| of(kind).map(|method| method.name()).collect::<Vec<_>>();
-        let waiting = ["export.add", "export.remove", "lun.add", "lun.remove", "disk.resize"];
-        assert_eq!(names(Kind::MayWait), waiting);
-        assert_eq!(names(Kind::Wait), ["upgrade.wait"]);
+        let disks = ["export.add", "export.remove", "lun.add", "lun.remove", "disk.resize"];
+        assert_eq!(names(Kind::MayWait), [&disks[..], &["state.load"]].concat());
+        assert_eq!(names(Kind::Wait), ["state.save", "upgrade.wait"]);
         assert_eq!(names(Kind::Ends), ["shutdown"]);
     }
 
@@ -608,7 +643,7 @@ mod tests {
         let queries =
             METHODS.into_iter().filter(|method| method.kind() == Kind::Query).map(|m| m.name());
         assert_eq!(of(Role::Reader), queries.collect());
-        let of_owners = ["upgrade.begin", "upgrade.wait"];
+        let of_owners = ["upgrade.begin", "upgrade.wait", "state.save", "state.load"];
         assert_eq!(
             of(Role::Member),
             all.iter().copied().filter(|m| !of_owners.contains(m)).collect()

@@ -51,6 +51,7 @@ impl ChangedPart {
             Command::SetDisk(..) | Command::Set(_) | Command::Resize(..) | Command::Resume(..) => {
                 return None;
             }
+            Command::SaveState(_) | Command::LoadState(..) => return None,
             Command::Show | Command::Describe(_) | Command::Stats(_) | Command::End(_) => {
                 return None;
             }

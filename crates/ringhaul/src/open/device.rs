@@ -114,7 +114,11 @@ impl ExportSpec {
                 // A file beside the disk of a member is not for the rights of the daemon.
                 let is_named = settings.files.is_none();
                 if let Some(path) = default_reservations(spec).filter(|_| is_named) {
-                    drop(access.store_reservations(ReservationStorage::Existing(path))?);
+                    let place = ReservationStorage::Existing(path);
+                    drop(match source.late_lock() {
+                        Some(_) => access.store_reservations_later(place)?,
+                        None => access.store_reservations(place)?,
+                    });
                 }
                 let held = Arc::clone(&access);
                 let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
@@ -133,7 +137,7 @@ impl ExportSpec {
                 let device = Device::scsi(options, events);
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
-                        unit.add_to(scsi, &self.name(), disk, shared_disks)?;
+                        unit.add_to(scsi, &self.name(), (disk, false), shared_disks)?;
                     }
                 }
                 Ok(device)
@@ -154,7 +158,8 @@ impl UnitSpec {
         self.place().address()
     }
 
-    /// Adds the unit to the device of the export with this name.
+    /// Adds the unit to the device of the export with this name. If no guest has its turn, the file
+    /// of the reservations of a disk that is locked late belongs to another host.
     ///
     /// # Errors
     ///
@@ -163,11 +168,14 @@ impl UnitSpec {
         &self,
         device: &ScsiDevice,
         export: &str,
-        disk: &OpenDisk,
+        (disk, has_turn): (&OpenDisk, bool),
         shared_disks: &SharedDisks,
     ) -> Result<()> {
         let access = shared_disks.access(&disk.source)?;
-        let _kept = access.store_reservations(self.reservations())?;
+        let _kept = match disk.source.late_lock() {
+            Some(_) if !has_turn => access.store_reservations_later(self.reservations())?,
+            _ => access.store_reservations(self.reservations())?,
+        };
         let options = self.options(disk, export, access)?;
         let held = Arc::clone(&options.access);
         let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;

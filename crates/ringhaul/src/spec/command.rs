@@ -3,6 +3,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -41,6 +42,10 @@ pub enum Command {
     /// Retry at once the failed requests that wait for a disk. The place names a logical unit;
     /// `None` means all disks of the export.
     Resume(String, Option<UnitPlace>),
+    /// Return the state that the units of an export had when their guest stopped.
+    SaveState(String),
+    /// Have the next guest of an export continue with this state.
+    LoadState(String, Box<Value>),
     /// End all exports alike, then the daemon. On the second such command the daemon stops waiting
     /// for requests.
     End(EndCause),
@@ -152,6 +157,10 @@ pub enum Reply {
     Rules(Box<FullQosSpec>),
     /// The failed requests that waited are being retried.
     Resumed,
+    /// The state of the units of an export.
+    State(Value),
+    /// The next guest continues with the state.
+    StateLoaded,
     /// The daemon is ending.
     Ending,
 }
@@ -186,6 +195,12 @@ pub enum CommandError {
     /// The export is a virtio-scsi device, and the command names none of its units.
     #[error("the export {0} is a virtio-scsi device; name one of its logical units")]
     NoDisk(String),
+    /// The locks of the export do not follow its guests.
+    #[error(
+        "the export {0} does not wait for guests of other hosts; start it with the option \
+         --lock late"
+    )]
+    NoTurns(String),
     /// The device has a unit at this place.
     #[error("the export {0} already has a unit {1}; choose another number or remove that unit")]
     UnitExists(String, UnitPlace),

@@ -87,7 +87,16 @@ impl Mover {
         trace::stop_time(&self.folder)
     }
 
-    /// Lets the guest of a source continue there, after a complete move.
+    /// Pauses the guest.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn pause(&mut self) -> Result<()> {
+        self.monitor.execute("stop")?;
+        Ok(())
+    }
+
+    /// Lets a paused guest continue, or the guest of a source after a complete move.
     ///
     /// # Errors
     /// If QEMU refuses.

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
+use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
 use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lacks_kvm};
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, print_skipped};
@@ -169,6 +169,7 @@ impl Scene {
         };
         let mut command = ringhaul()?;
         command.arg("serve").arg("--socket-path").arg(self.folders.socket(name));
+        command.arg("--control").arg(self.control(name));
         command.args(["--lock", "late", "--num-queues", "2"]).args(&self.options);
         match self.device {
             Device::Blk | Device::PackedBlk => command.args(["--disk", &disk]),
@@ -194,6 +195,32 @@ impl Scene {
             daemon.signal(Signal::TERM)?;
             let ended = daemon.finish()?;
             ensure!(ended.status.success(), "the daemon {name} ended with {}", ended.status);
+        }
+        Ok(())
+    }
+
+    fn control(&self, name: &str) -> PathBuf {
+        self.folders.socket(&format!("{name}-control"))
+    }
+
+    /// Runs a command of `ringhaul ctl` about the export of a daemon, with this input.
+    pub(super) fn ctl(&self, name: &str, words: &[&str], input: &str) -> Result<Finished> {
+        let mut command = ringhaul()?;
+        command.arg("ctl").arg("--control").arg(self.control(name)).args(words);
+        let path = self.folders.path("input");
+        std::fs::write(&path, input).context("writing the input of a command")?;
+        let input = std::fs::File::open(&path).context("opening the input of a command")?;
+        run(command.arg(self.folders.socket(name)).stdin(input))
+    }
+
+    /// Adds the same unit to the devices of both daemons.
+    pub(super) fn add_second_unit(&self) -> Result<()> {
+        let disk = self.folders.disk("second", KVM_DISK_BYTES)?;
+        let unit = format!("1,blk-file={}", disk.display());
+        for name in ["a", "b"] {
+            let mut command = ringhaul()?;
+            command.arg("ctl").arg("--control").arg(self.control(name)).arg("add-lun");
+            run(command.arg(self.folders.socket(name)).arg(&unit))?.expect_code(0)?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::locked_file::LockedFile;
-use super::registry::{Key, PortName, Registry, Reservation, ReservationType};
+use super::registry::{Key, PortName, Registry, Reservation, ReservationType, digits};
 
 const FORMAT: &str = "ringhaul persistent reservations";
 const VERSION: u32 = 1;
@@ -102,6 +102,34 @@ impl StateFile {
         };
         let registry = parse(&text).map_err(failed)?;
         Ok((Self { file, content: Content::Registry(registry.clone()) }, registry))
+    }
+
+    /// A file that is not loaded yet, and may belong to another host until it is
+    /// [taken](Self::take).
+    pub(super) fn later(path: PathBuf) -> Self {
+        Self { file: LockedFile::handed_over(path, None), content: Content::Absent }
+    }
+
+    /// Loads saved reservations, unless the file belongs to this owner already. `None`: there is no
+    /// file, as before.
+    ///
+    /// # Errors
+    ///
+    /// Like [`load`](Self::load).
+    pub(super) fn take(&mut self) -> Result<Option<Registry>, FileError> {
+        if self.file.locked().is_some() {
+            return Ok(None);
+        }
+        let was_absent = self.is_absent();
+        let (loaded, registry) = Self::load(self.path().to_owned())?;
+        *self = loaded;
+        // If it is gone, an initiator on another host has cleared APTPL.
+        Ok((!was_absent || !self.is_absent()).then_some(registry))
+    }
+
+    /// Leaves the file to another owner until it is [taken](Self::take) again.
+    pub(super) fn leave(&mut self) {
+        self.file.leave();
     }
 
     /// Takes over the file of another process, which last loaded or saved this registry, or failed
@@ -239,7 +267,7 @@ pub(super) fn parse(text: &str) -> Result<Registry, (String, &'static str)> {
 fn registry(saved: &Saved) -> Result<Registry, String> {
     let mut registry = Registry::new(true);
     for SavedRegistration { port, key } in &saved.registrations {
-        let name = port_name(port)?;
+        let name = PortName::parse(port)?;
         let key = digits(key)
             .and_then(Key::new)
             .ok_or_else(|| format!("{key:?} is not a key of 16 hexadecimal digits"))?;
@@ -251,7 +279,7 @@ fn registry(saved: &Saved) -> Result<Registry, String> {
     let Some(SavedReservation { r#type: reservation_type, holder }) = &saved.reservation else {
         return Ok(registry);
     };
-    let holder = holder.as_deref().map(port_name).transpose()?;
+    let holder = holder.as_deref().map(PortName::parse).transpose()?;
     if holder.is_none() != reservation_type.is_all_registrants() {
         return Err(format!(
             "its reservation of type {reservation_type:?} has a superfluous holder or lacks one"
@@ -266,17 +294,6 @@ fn registry(saved: &Saved) -> Result<Registry, String> {
     }
     registry.reservation = Some(Reservation { reservation_type: *reservation_type, holder });
     Ok(registry)
-}
-
-fn port_name(text: &str) -> Result<PortName, String> {
-    let number = digits(text).ok_or_else(|| format!("{text:?} is not a port"))?;
-    Ok(PortName(number.to_be_bytes()))
-}
-
-/// The number with these 16 hexadecimal digits.
-fn digits(text: &str) -> Option<u64> {
-    let is_number = text.len() == 16 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if is_number { u64::from_str_radix(text, 16).ok() } else { None }
 }
 
 #[cfg(test)]

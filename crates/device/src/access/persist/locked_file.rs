@@ -47,6 +47,11 @@ impl LockedFile {
         Self { path, locked }
     }
 
+    /// Leaves the file at its place to another owner.
+    pub(super) fn leave(&mut self) {
+        self.locked = None;
+    }
+
     /// The locked file, to be handed over.
     pub(super) fn locked(&self) -> Option<&File> {
         self.locked.as_ref()

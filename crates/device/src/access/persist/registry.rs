@@ -20,6 +20,20 @@ pub(super) type Key = NonZeroU64;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PortName(pub(crate) [u8; 8]);
 
+impl PortName {
+    /// Reads the name from 16 hexadecimal digits, as it is written.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let number = digits(text).ok_or_else(|| format!("{text:?} is not a port"))?;
+        Ok(Self(number.to_be_bytes()))
+    }
+}
+
+/// The number with these 16 hexadecimal digits.
+pub(super) fn digits(text: &str) -> Option<u64> {
+    let is_number = text.len() == 16 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if is_number { u64::from_str_radix(text, 16).ok() } else { None }
+}
+
 impl fmt::Display for PortName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", u64::from_be_bytes(self.0))
@@ -182,6 +196,22 @@ impl Registry {
         }
         self.registrations.push(Registration { port, key });
         Ok(())
+    }
+
+    /// The same registry under other names of ports: `name` returns the new one. `None`: two ports
+    /// would have one name.
+    pub(super) fn renamed(&self, name: impl Fn(PortName) -> PortName) -> Option<Self> {
+        let mut renamed = Self::new(self.aptpl);
+        for Registration { port, key } in &self.registrations {
+            let port = name(*port);
+            if renamed.key_of(port).is_some() {
+                return None;
+            }
+            renamed.registrations.push(Registration { port, key: *key });
+        }
+        let with_name = |held: Reservation| Reservation { holder: held.holder.map(&name), ..held };
+        renamed.reservation = self.reservation.map(with_name);
+        Some(renamed)
     }
 
     /// Removes the registrations that `is_removed` names, and the reservation if it has no holder

@@ -1,5 +1,6 @@
 //! Changes of an export's disks: addition, removal, size, limits and error policy.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
@@ -9,6 +10,7 @@ use disks::open::CancelToken;
 
 use super::Export;
 use crate::control::disk_change::{DiskChange, DiskChangeKind};
+use crate::control::guest_turns::GuestTurns;
 use crate::control::order::{Answered, ChangingUnit, ResizingDisk, UnitChange, WatchedDisk};
 use crate::control::subscribers::EventDetails;
 use crate::spec::command::{CommandError, ExportState};
@@ -75,7 +77,7 @@ impl Export {
             endpoint,
             cancel_token,
             removed,
-            disk_locks: self.disk_locks.clone(),
+            turns: self.turns.clone(),
         })
     }
 
@@ -116,14 +118,32 @@ impl Export {
         let kind = DiskChangeKind::Resizing { identity, is_local };
         self.changing.push(DiskChange { place, kind, blocks_hand_over: true });
         let log_name = self.log.name().to_owned();
-        let is_locked = self.disk_locks.as_ref().is_none_or(|locks| locks.are_held());
+        let is_locked = self.turns.as_ref().is_none_or(|turns| turns.locks().are_held());
         Ok(ResizingDisk { id: self.id(), log_name, device, disk, is_locked })
+    }
+
+    /// Returns true if the state of a guest is loaded, and the guest has not come yet.
+    pub(in crate::control) fn waits_for_guest(&self) -> bool {
+        self.turns.as_ref().is_some_and(|turns| turns.has_next())
+    }
+
+    /// The turns of its guests, whose state moves with them.
+    pub(in crate::control) fn guest_turns(&self) -> Answered<Arc<GuestTurns>> {
+        let (name, state) = (self.spec.name(), self.state());
+        if state != ExportState::Serving {
+            return Err(CommandError::Busy(name, state));
+        }
+        match (&self.setup.device, &self.turns) {
+            (Device::Blk(_), _) => Err(CommandError::NoUnits(name)),
+            (Device::Scsi(_), None) => Err(CommandError::NoTurns(name)),
+            (Device::Scsi(_), Some(turns)) => Ok(Arc::clone(turns)),
+        }
     }
 
     /// The disks that this process releases when another one has taken over. A lock that stays
     /// after a loss of data, and that no front-end uses, is not released.
     pub(in crate::control) fn disks_to_release(&self) -> Vec<DiskSource> {
-        let is_idle = self.disk_locks.as_ref().is_some_and(|locks| !locks.are_held());
+        let is_idle = self.turns.as_ref().is_some_and(|turns| !turns.locks().are_held());
         let stays = |disk: &&DiskSource| is_idle && disk.hand_over().loss().is_some();
         self.disks.iter().filter(|disk| !stays(disk)).cloned().collect()
     }

@@ -1,6 +1,8 @@
-/* A guest that drives one virtio block device, or the first disk of a SCSI device, from user mode by polling its rings, and verifies
- * each answer. It reports its progress on the serial port: `round N` after each round of requests,
- * `reset at round N` after a reset of the device, `failed: ...` for the first fault.
+/* A guest that drives one virtio block device, or the first disk of a SCSI device, from user mode
+ * by polling its rings, and verifies each answer. It reports its progress on the serial port:
+ * `round N` after each round of requests, `reset at round N` after a reset of the device,
+ * `failed: ...` for the first fault. It reserves a SCSI disk and switches its write cache off, and
+ * reports what it finds of that in each round, and unit attentions when they come.
  *
  * Each block of the disk has its number and a generation in all its words, which are 0 on a new
  * disk. A round reads and writes at random, flushes, and reads all blocks. */
@@ -24,6 +26,9 @@ enum {
 
 /* Requests of virtio-blk. */
 enum { IN = 0, OUT = 1, FLUSH = 4, GET_ID = 8, UNKNOWN = 99 };
+/* Further commands of SCSI: PERSISTENT RESERVE OUT with REGISTER and RESERVE, MODE SELECT,
+ * PERSISTENT RESERVE IN with READ RESERVATION, and MODE SENSE. */
+enum { REGISTER = 100, RESERVE, SELECT, READ_RESERVATION, SENSE, CONTROL_BYTES = 24, KEY = 7 };
 
 /* The serial port. */
 
@@ -323,9 +328,16 @@ static void offer_packed(u32 index, u32 place, u32 data_bytes) {
         kick(index);
 }
 
+/* The first bytes of the CDB of each of these commands. */
+static const u8 control_commands[][10] = {
+    {0x5f, 0, 0, 0, 0, 0, 0, 0, CONTROL_BYTES}, {0x5f, 1, 5, 0, 0, 0, 0, 0, CONTROL_BYTES},
+    {0x15, 0x10, 0, 0, CONTROL_BYTES},          {0x5e, 1, 0, 0, 0, 0, 0, 0, CONTROL_BYTES},
+    {0x1a, 8, 8, 0, CONTROL_BYTES},
+};
+
 /* Describes the slot's request as a SCSI command. */
 static void describe_command(struct slot *slot, struct desc *desc, u16 head, u32 data_bytes) {
-    int to_device = slot->type == OUT;
+    int to_device = slot->type == OUT || (slot->type >= REGISTER && slot->type <= SELECT);
     static const u8 lun[8] = {1, 0, 0x40};
     u8 *command = slot->scsi.command;
     clear(&slot->header, sizeof slot->scsi / 8 * 8);
@@ -340,6 +352,9 @@ static void describe_command(struct slot *slot, struct desc *desc, u16 head, u32
                                         : 0xff;
     if (slot->type == GET_ID)
         command[4] = data_bytes;
+    if (slot->type >= REGISTER)
+        for (u32 i = 0; i < sizeof control_commands[0]; i++)
+            command[i] = control_commands[slot->type - REGISTER][i];
     if (slot->type == IN || slot->type == OUT) {
         u32 sector = slot->block * (BLOCK_BYTES / 512), sectors = data_bytes / 512;
         for (u32 i = 0; i < 4; i++) {
@@ -444,6 +459,8 @@ static u32 take_answers(u32 index) {
             fail("an answer to a request that was not made: ", place);
         struct slot *slot = &slots[index][place];
         if (has_attention(slot)) {
+            say_number("attention ", slot->answer.sense[12] << 8 | slot->answer.sense[13]);
+            say("\n");
             offer(index, place, slot->bytes);
             continue;
         }
@@ -497,6 +514,34 @@ static void begin(u32 index, u32 type, u32 block, u32 blocks) {
             words[i * (BLOCK_BYTES / 8) + word] = type == OUT ? word_of(block + i) : ~0ul;
     }
     offer(index, place, type == GET_ID ? 20 : blocks * BLOCK_BYTES);
+}
+
+/* Carries out one of the further commands of SCSI, with `at` of its data set to `value`. Returns the
+ * data. */
+static u8 *control(u32 type, u32 at, u8 value) {
+    u32 place = free_slot(0);
+    struct slot *slot = &slots[0][place];
+    slot->type = type;
+    clear(slot->data, CONTROL_BYTES);
+    slot->data[at] = value;
+    if (type == SELECT)
+        slot->data[5] = 18;
+    offer(0, place, CONTROL_BYTES);
+    settle();
+    return slot->data;
+}
+
+/* Reserves the disk, and switches its write cache off. */
+static void set_up_unit(void) {
+    control(REGISTER, 15, KEY);
+    control(RESERVE, 7, KEY);
+    control(SELECT, 4, 8);
+}
+
+static void report_unit(void) {
+    say_number("reservation ", control(READ_RESERVATION, 0, 0)[15]);
+    say_number(" write cache ", control(SENSE, 0, 0)[6] >> 2 & 1);
+    say("\n");
 }
 
 static int is_free(u32 block, u32 blocks) {
@@ -679,11 +724,15 @@ void run(const struct start_info *info) {
     for (u64 round = 1;; round++) {
         if (round == 1 || (ROUNDS_OF_RESET && round % ROUNDS_OF_RESET == 1)) {
             set_up_device();
+            if (is_scsi)
+                set_up_unit();
             say_number("reset at round ", round);
             say_number(" queues ", queue_count);
             say(IS_PACKED ? " packed\n" : "\n");
         }
         run_round();
+        if (is_scsi)
+            report_unit();
         say_number("round ", round);
         say("\n");
     }

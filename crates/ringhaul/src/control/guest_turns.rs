@@ -1,0 +1,271 @@
+//! The turns of guests at an export whose guest may move to another host: the locks of its disks,
+//! the files of their reservations, and the state of its logical units.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockio::executor::Lock;
+use device::access::DiskAccess;
+use device::{Device, MovedState};
+use vhost_user::RunLock;
+
+use super::disk_locks::DiskLocks;
+use crate::spec::UnitPlace;
+
+/// The turns of the guests of an export.
+pub(crate) struct GuestTurns {
+    device: Device,
+    locks: Arc<DiskLocks>,
+    /// Held while a turn begins or ends, which may wait for a file system.
+    turn: Lock<Turn>,
+    /// True if a loaded state waits for its guest. Written under the lock.
+    has_next: AtomicBool,
+}
+
+#[derive(Default)]
+struct Turn {
+    /// The user that has the turn.
+    user: Option<u64>,
+    /// The highest number of a user whose turn has ended.
+    ended: u64,
+    /// The state at the end of the last turn.
+    left: Option<MovedState>,
+    /// The state with which the next turn begins.
+    next: Option<MovedState>,
+}
+
+/// A refusal to save or load the state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum TurnError {
+    #[error("its guest runs here; move or pause the guest first")]
+    Running,
+    #[error("no guest has run here since the start of the daemon, so there is no state")]
+    NoGuest,
+}
+
+impl GuestTurns {
+    pub(super) fn new(device: Device, locks: Arc<DiskLocks>) -> Self {
+        Self { device, locks, turn: Lock::default(), has_next: AtomicBool::default() }
+    }
+
+    /// The state with which the guest can continue on another host.
+    ///
+    /// # Errors
+    ///
+    /// If a guest has the turn, or none had it.
+    pub(crate) fn save(&self) -> Result<MovedState, TurnError> {
+        let turn = self.turn.lock();
+        if turn.user.is_some() {
+            return Err(TurnError::Running);
+        }
+        let left = turn.left.clone().ok_or(TurnError::NoGuest)?;
+        // A front-end that is still there may have got news since. Afterwards the device is reset.
+        let has_driver = self.device.negotiated().features() != 0;
+        let now = self.device.moved_state().ok().flatten().filter(|_| has_driver);
+        Ok(now.unwrap_or(left))
+    }
+
+    /// Has the next turn begin with a state.
+    ///
+    /// # Errors
+    ///
+    /// If a guest has the turn, or the state is of another device.
+    pub(crate) fn load(&self, state: MovedState) -> anyhow::Result<()> {
+        let mut turn = self.turn.lock();
+        anyhow::ensure!(turn.user.is_none(), TurnError::Running);
+        self.device.check_moved(&state)?;
+        turn.next = Some(state);
+        self.has_next.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Calls `add`, which adds a unit, between turns or during one. Its parameter is true during a
+    /// turn.
+    pub(crate) fn with_turn<T>(&self, add: impl FnOnce(bool) -> T) -> T {
+        let turn = self.turn.lock();
+        add(turn.user.is_some())
+    }
+
+    /// The locks of the disks.
+    pub(crate) fn locks(&self) -> &Arc<DiskLocks> {
+        &self.locks
+    }
+
+    /// Returns true if a loaded state waits for its guest. Does not wait.
+    pub(super) fn has_next(&self) -> bool {
+        self.has_next.load(Ordering::Relaxed)
+    }
+
+    fn begin(&self, user: u64) -> io::Result<()> {
+        let mut turn = self.turn.lock();
+        if turn.ended >= user {
+            return Err(io::Error::other("the front-end left before its reservations were loaded"));
+        }
+        let accesses = self.accesses();
+        let begun = accesses.iter().try_for_each(|access| access.begin_use());
+        let begun = begun.map_err(io::Error::other).and_then(|()| match &turn.next {
+            Some(state) => self.device.continue_moved(state).map_err(|error| {
+                let text = format!("cannot continue with the loaded state: {error}");
+                io::Error::other(text)
+            }),
+            None => Ok(()),
+        });
+        if begun.is_err() && turn.user.is_none() {
+            accesses.iter().for_each(|access| access.end_use());
+        }
+        begun?;
+        (turn.user, turn.left, turn.next) = (Some(user), None, None);
+        self.has_next.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Ends the turn of a user. Returns the state, if that user had the turn.
+    fn end(&self, user: u64) -> Option<MovedState> {
+        let mut turn = self.turn.lock();
+        turn.ended = turn.ended.max(user);
+        turn.user.take_if(|holder| *holder <= user)?;
+        let state = self.device.moved_state();
+        self.accesses().iter().for_each(|access| access.end_use());
+        state.unwrap_or_else(|error| {
+            tracing::error!("the state of logical units is lost for another host: {error}");
+            None
+        })
+    }
+
+    /// The accesses of the disks that several hosts use in turn.
+    fn accesses(&self) -> Vec<Arc<DiskAccess>> {
+        let places = self.locks.places();
+        places.into_iter().filter_map(|place| access_of(&self.device, place)).collect()
+    }
+}
+
+impl RunLock for GuestTurns {
+    fn take(&self, user: u64) -> io::Result<()> {
+        self.locks.take(user)?;
+        self.begin(user).inspect_err(|_| {
+            // The log has the reason if a lock stays.
+            let _ = self.locks.release(user);
+        })
+    }
+
+    fn release(&self, user: u64) -> io::Result<()> {
+        let left = self.end(user);
+        self.locks.release(user)?;
+        if let Some(left) = left {
+            let mut turn = self.turn.lock();
+            if turn.user.is_none() {
+                turn.left = Some(left);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the state that a disk of a device shares with other exports. `None`: there is no unit at
+/// this place, or no disk.
+pub(crate) fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc<DiskAccess>> {
+    match (device, place) {
+        (Device::Blk(device), None) => Some(Arc::clone(device.access())),
+        (Device::Scsi(device), Some(place)) => device.access(place.address()),
+        (Device::Blk(_), Some(_)) | (Device::Scsi(_), None) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use blockio::{DiskOptions, DiskSource};
+    use device::access::ReservationStorage;
+    use device::scsi::config::ScsiOptions;
+    use device::scsi::unit::{Identifiers, UnitOptions};
+
+    use super::*;
+    use crate::control::export_log::ExportLog;
+
+    const PLACE: UnitPlace = UnitPlace { target: 0, lun: 0 };
+
+    /// The turns of a host with a unit on this disk.
+    fn host(disk: &Path, reservations: &Path, serial: &str) -> GuestTurns {
+        let options = DiskOptions { no_lock: true, late_lock: true, ..DiskOptions::default() };
+        let source = DiskSource::file(disk, &options).unwrap();
+        let device = Device::scsi(ScsiOptions::default(), Arc::new(ExportLog::new("vm")));
+        let access = Arc::<DiskAccess>::default();
+        let place = ReservationStorage::File(reservations.to_owned());
+        let _kept = access.store_reservations_later(place).unwrap();
+        let options = UnitOptions {
+            vendor: String::new(),
+            product: String::new(),
+            revision: String::new(),
+            serial: serial.to_owned(),
+            naa: [0x30; 8],
+            identifiers: Identifiers::default(),
+            obeys_stop: false,
+            rotational: false,
+            discard: false,
+            write_cache: true,
+            access,
+            port: [0x31; 8],
+        };
+        let locks = DiskLocks::default();
+        locks.add(PLACE, &source).unwrap();
+        let Device::Scsi(scsi) = &device else { unreachable!("it is one") };
+        scsi.add_unit(PLACE.address(), source, options).unwrap();
+        GuestTurns::new(device, Arc::new(locks))
+    }
+
+    fn refusal<T>(result: Result<T, impl ToString>) -> String {
+        result.err().map(|error| error.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_state_goes_from_the_end_of_a_turn_to_the_begin_of_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let hosts = ["a", "a", "b"].map(|serial| host(&disk, &file, serial));
+        let [from, to, other] = &hosts;
+        assert_eq!(from.save().err(), Some(TurnError::NoGuest));
+        from.take(1).unwrap();
+        assert_eq!(from.save().err(), Some(TurnError::Running));
+        assert!(from.with_turn(|has_turn| has_turn) && !to.with_turn(|has_turn| has_turn));
+        // A change that only the device knows.
+        let Device::Scsi(scsi) = &from.device else { unreachable!("it is one") };
+        scsi.access(PLACE.address()).unwrap().refresh();
+        assert!(refusal(from.load(to.device.moved_state().unwrap().unwrap())).contains("runs"));
+        from.release(1).unwrap();
+        let state = from.save().unwrap();
+        assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
+        assert!(refusal(other.load(state.clone())).contains("serial=a"));
+        assert!(!other.has_next());
+        to.load(state.clone()).unwrap();
+        assert!(to.has_next(), "the next process would not have it");
+        assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref(), "it comes later");
+        to.device.reset();
+        to.take(2).unwrap();
+        assert_eq!(Some(&state), to.device.moved_state().unwrap().as_ref());
+        assert!(!to.has_next() && to.release(2).is_ok());
+        // The next turn begins with the state of the device.
+        to.device.reset();
+        to.take(3).unwrap();
+        assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
+    }
+
+    /// The file is of another program.
+    #[test]
+    fn a_turn_without_its_reservations_does_not_begin() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        std::fs::write(&file, "text").unwrap();
+        let host = host(&disk, &file, "a");
+        assert!(refusal(host.take(1)).contains("persistent reservations"));
+        assert!(!host.locks.are_held() && host.save().err() == Some(TurnError::NoGuest));
+        std::fs::remove_file(&file).unwrap();
+        assert!(host.release(1).is_ok() && refusal(host.begin(1)).contains("left before"));
+        host.take(2).unwrap();
+        host.release(1).unwrap();
+        assert!(host.locks.are_held() && host.save().err() == Some(TurnError::Running));
+    }
+}
