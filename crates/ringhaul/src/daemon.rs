@@ -29,7 +29,7 @@ use crate::control::{
     ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
 };
 use crate::daemon::format::ProcessOptions;
-use crate::daemon::resizing::{check_lock, resize_disk};
+use crate::daemon::resizing::{NotLocked, resize_while_locked};
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::fd_store::FdStore;
 use crate::log::export_span;
@@ -379,12 +379,9 @@ impl Daemon {
         wanted: NewSize,
     ) -> Result<Reply, CommandError> {
         let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
-        let ResizingDisk { log_name, device, disk, is_locked, .. } = resizing;
+        let ResizingDisk { log_name, device, disk, turns, .. } = resizing;
         let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
         let before = disk.announced_bytes();
-        check_lock(is_locked, wanted)
-            .with_context(|| format!("cannot resize {what} of {export}"))
-            .map_err(CommandError::Invalid)?;
         let _resizing = self.shared_disks.begin_resize(&disk);
         // Other exports may have opened the same disk separately.
         let (access, mut is_cut_off) = (access_of(&device, place), false);
@@ -393,7 +390,7 @@ impl Daemon {
             is_cut_off = true;
             access.iter().for_each(|access| access.cut_off(size));
         };
-        let resized = resize_disk(&disk, wanted, cut_off);
+        let resized = resize_while_locked(turns.as_deref(), &disk, wanted, cut_off);
         let has_changed = disk.info().size_bytes != before;
         drop(disk);
         if is_cut_off || has_changed {
@@ -401,7 +398,11 @@ impl Daemon {
             self.shared_disks.record_resize();
         }
         drop(held);
-        let size = resized.with_context(|| format!("cannot resize {what} of {export}"))?;
+        let size = resized.map_err(|error| {
+            let is_refused = error.is::<NotLocked>();
+            let error = error.context(format!("cannot resize {what} of {export}"));
+            if is_refused { CommandError::Invalid(error) } else { CommandError::Failed(error) }
+        })?;
         if !has_changed {
             return Ok(Reply::Resized(size));
         }

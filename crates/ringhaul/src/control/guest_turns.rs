@@ -80,11 +80,11 @@ impl GuestTurns {
         Ok(())
     }
 
-    /// Calls `add`, which adds a unit, between turns or during one. Its parameter is true during a
-    /// turn.
-    pub(crate) fn with_turn<T>(&self, add: impl FnOnce(bool) -> T) -> T {
+    /// Calls `change`, which changes a disk or adds one, while no turn begins or ends. Its parameter
+    /// is true during a turn.
+    pub(crate) fn with_turn<T>(&self, change: impl FnOnce(bool) -> T) -> T {
         let turn = self.turn.lock();
-        add(turn.user.is_some())
+        change(turn.user.is_some())
     }
 
     /// The locks of the disks.
@@ -173,7 +173,7 @@ pub(crate) fn access_of(device: &Device, place: Option<UnitPlace>) -> Option<Arc
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::path::Path;
 
     use blockio::{DiskOptions, DiskSource};
@@ -187,7 +187,7 @@ mod tests {
     const PLACE: UnitPlace = UnitPlace { target: 0, lun: 0 };
 
     /// The turns of a host with a unit on this disk.
-    fn host(disk: &Path, reservations: &Path, serial: &str) -> GuestTurns {
+    pub(crate) fn host(disk: &Path, reservations: &Path, serial: &str) -> GuestTurns {
         let options = DiskOptions { no_lock: true, late_lock: true, ..DiskOptions::default() };
         let source = DiskSource::file(disk, &options).unwrap();
         let device = Device::scsi(ScsiOptions::default(), Arc::new(ExportLog::new("vm")));

@@ -80,8 +80,8 @@ pub(crate) struct ResizingDisk {
     pub(crate) log_name: String,
     pub(crate) device: Device,
     pub(crate) disk: DiskSource,
-    /// False while its lock, which is taken late, is free for other programs.
-    pub(crate) is_locked: bool,
+    /// The turns of guests, if its lock is free for other programs between them.
+    pub(crate) turns: Option<Arc<GuestTurns>>,
 }
 
 /// The disks of all exports. They stay the same until the control thread wakes again.

@@ -118,8 +118,7 @@ impl Export {
         let kind = DiskChangeKind::Resizing { identity, is_local };
         self.changing.push(DiskChange { place, kind, blocks_hand_over: true });
         let log_name = self.log.name().to_owned();
-        let is_locked = self.turns.as_ref().is_none_or(|turns| turns.locks().are_held());
-        Ok(ResizingDisk { id: self.id(), log_name, device, disk, is_locked })
+        Ok(ResizingDisk { id: self.id(), log_name, device, disk, turns: self.turns.clone() })
     }
 
     /// Returns true if the state of a guest is loaded, and the guest has not come yet.
