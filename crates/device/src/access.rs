@@ -21,8 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use medium::Medium;
 use persist::{
-    Attached, CommandClass, FileError, MovedReservations, Nexus, PortInUse, PortName, Reservations,
-    ReservationsState,
+    Attached, CommandClass, FileError, Nexus, PortInUse, PortName, Reservations, ReservationsState,
 };
 pub use persist::{ReservationStorage, StorageGuard};
 use sense::Sense;
@@ -86,9 +85,9 @@ pub(crate) struct EndedTasks {
 /// State that the units on one disk share. A program with several exports of a disk makes one for
 /// it.
 pub struct DiskAccess {
-    reservations: Arc<Reservations>,
+    pub(crate) reservations: Arc<Reservations>,
     peers: Lock<Vec<(Nexus, Arc<dyn Peer>)>>,
-    disk_users: Lock<Vec<Arc<dyn DiskUser>>>,
+    pub(crate) disk_users: Lock<Vec<Arc<dyn DiskUser>>>,
     /// Held while the disk gets another size, or another device.
     sizes: Lock<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
@@ -118,18 +117,6 @@ pub(crate) struct AccessState {
     is_stopped: bool,
     cache_is_off: bool,
     has_descriptor_sense: bool,
-}
-
-/// Shared state of a disk, for another host.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct MovedAccess {
-    is_stopped: bool,
-    /// WCE of the caching mode page is cleared.
-    cache_is_off: bool,
-    /// D_SENSE of the control mode page.
-    has_descriptor_sense: bool,
-    reservations: MovedReservations,
 }
 
 /// A file of persistent reservations that cannot be used.
@@ -181,42 +168,6 @@ impl DiskAccess {
         Ok(())
     }
 
-    /// State for another host. Call it while no command runs.
-    pub(crate) fn moved_state(&self) -> io::Result<MovedAccess> {
-        Ok(MovedAccess {
-            is_stopped: self.is_stopped(),
-            cache_is_off: self.cache_is_off(),
-            has_descriptor_sense: self.has_descriptor_sense(),
-            reservations: self.reservations.moved_state()?,
-        })
-    }
-
-    /// Checks that the disk can continue with the state of another host, where ports have the first
-    /// of each two names. Returns the reason if it cannot.
-    pub(crate) fn check_moved(
-        &self,
-        state: &MovedAccess,
-        ports: &[(PortName, PortName)],
-    ) -> Result<(), String> {
-        if self.disk_users.lock().iter().any(|user| !user.is_gone()) {
-            return Err(persist::SHARED_TEXT.to_owned());
-        }
-        self.reservations.check_moved(&state.reservations, ports).map(drop)
-    }
-
-    /// Continues with the state of another host. Waits for the file of the reservations.
-    pub(crate) fn continue_moved(
-        &self,
-        state: &MovedAccess,
-        ports: &[(PortName, PortName)],
-    ) -> Result<(), String> {
-        self.reservations.continue_moved(&state.reservations, ports)?;
-        self.set_stopped(state.is_stopped);
-        self.set_cache_off(state.cache_is_off);
-        self.set_descriptor_sense(state.has_descriptor_sense);
-        Ok(())
-    }
-
     /// Like [`store_reservations`](Self::store_reservations), for a disk that processes on several
     /// hosts use in turn. Stored reservations are loaded when a [use](Self::begin_use) begins.
     ///
@@ -240,8 +191,7 @@ impl DiskAccess {
         Ok(self.reservations.take_file()?)
     }
 
-    /// Ends a use: leaves the file of the reservations to the next host. Call it while no command
-    /// runs.
+    /// Leaves the file of the reservations to the next host. Call it while no command runs.
     pub fn end_use(&self) {
         self.reservations.leave_file();
     }

@@ -10,8 +10,8 @@ use std::io;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::access::MovedAccess;
-use crate::access::persist::PortName;
+use crate::access::DiskAccess;
+use crate::access::persist::{MovedReservations, PortName, SHARED_TEXT};
 use crate::device::Device;
 use crate::scsi::ScsiDevice;
 use crate::scsi::event_queue::{EVENTS_MAX, Event};
@@ -53,6 +53,18 @@ struct MovedUnit {
     /// Codes of unit attentions, the first one first.
     attentions: Vec<[u8; 2]>,
     access: MovedAccess,
+}
+
+/// Shared state of a disk, for another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct MovedAccess {
+    is_stopped: bool,
+    /// WCE of the caching mode page is cleared.
+    cache_is_off: bool,
+    /// D_SENSE of the control mode page.
+    has_descriptor_sense: bool,
+    reservations: MovedReservations,
 }
 
 /// The start of a state of any version.
@@ -142,6 +154,44 @@ impl MovedUnit {
             }
         }
         unit.access.check_moved(&self.access, ports).map_err(MoveError)
+    }
+}
+
+impl DiskAccess {
+    /// State for another host. Call it while no command runs.
+    fn moved_state(&self) -> io::Result<MovedAccess> {
+        Ok(MovedAccess {
+            is_stopped: self.is_stopped(),
+            cache_is_off: self.cache_is_off(),
+            has_descriptor_sense: self.has_descriptor_sense(),
+            reservations: self.reservations.moved_state()?,
+        })
+    }
+
+    /// Checks that the disk can continue with the state of another host, where ports have the first
+    /// of each two names. Returns the reason if it cannot.
+    fn check_moved(
+        &self,
+        state: &MovedAccess,
+        ports: &[(PortName, PortName)],
+    ) -> Result<(), String> {
+        if self.disk_users.lock().iter().any(|user| !user.is_gone()) {
+            return Err(SHARED_TEXT.to_owned());
+        }
+        self.reservations.check_moved(&state.reservations, ports).map(drop)
+    }
+
+    /// Continues with the state of another host. Waits for the file of the reservations.
+    fn continue_moved(
+        &self,
+        state: &MovedAccess,
+        ports: &[(PortName, PortName)],
+    ) -> Result<(), String> {
+        self.reservations.continue_moved(&state.reservations, ports)?;
+        self.set_stopped(state.is_stopped);
+        self.set_cache_off(state.cache_is_off);
+        self.set_descriptor_sense(state.has_descriptor_sense);
+        Ok(())
     }
 }
 

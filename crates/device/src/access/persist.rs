@@ -28,14 +28,13 @@ use serde::{Deserialize, Serialize};
 
 use self::command::Request;
 use self::file::StateFile;
-use self::registry::Registry;
 use self::rules::{Effects, Ports};
 use super::sense::Sense;
 
 pub(crate) use self::command::{CDB_BYTES, TARGET_PORT, list_bytes};
 pub(crate) use self::file::FileError;
 pub(crate) use self::moved::{MovedReservations, SHARED_TEXT};
-pub(crate) use self::registry::{CommandClass, PortName};
+pub(crate) use self::registry::{CommandClass, PortName, Registry};
 pub(crate) use self::rules::Refusal;
 
 /// An attached I_T nexus. Its number is never used again for the disk.
@@ -188,6 +187,42 @@ impl Reservations {
         };
         state.persists = matches!(*kept, StorageState::In(_));
         state.generation = from.generation;
+        state.set(registry, &self.unregistered);
+        Ok(())
+    }
+
+    /// The reservations for another host. Call it while no command runs.
+    pub(crate) fn moved_state(&self) -> io::Result<MovedReservations> {
+        let state = self.state.lock();
+        MovedReservations::new(&state.registry, state.generation)
+    }
+
+    /// Checks the reservations of another host, where ports have the first of each two names.
+    pub(crate) fn check_moved(
+        &self,
+        moved: &MovedReservations,
+        ports: &[(PortName, PortName)],
+    ) -> Result<Registry, String> {
+        let state = self.state.lock();
+        let is_here = |port: PortName| ports.iter().any(|(_, here)| *here == port);
+        if state.attached.iter().any(|other| !is_here(other.port)) {
+            return Err(SHARED_TEXT.to_owned());
+        }
+        moved.registry_here(ports, state.persists)
+    }
+
+    /// Continues with the reservations of another host. Waits for the file.
+    pub(crate) fn continue_moved(
+        &self,
+        moved: &MovedReservations,
+        ports: &[(PortName, PortName)],
+    ) -> Result<(), String> {
+        let registry = self.check_moved(moved, ports)?;
+        if let StorageState::In(file) = &mut *self.file.lock() {
+            file.save(&registry).map_err(|error| error.to_string())?;
+        }
+        let mut state = self.state.lock();
+        state.generation = moved.generation;
         state.set(registry, &self.unregistered);
         Ok(())
     }

@@ -80,8 +80,8 @@ impl GuestTurns {
         Ok(())
     }
 
-    /// Calls `change`, which changes a disk or adds one, while no turn begins or ends. Its parameter
-    /// is true during a turn.
+    /// Calls `change`, which changes a disk or adds one, while no turn begins or ends. Its
+    /// parameter is true during a turn.
     pub(crate) fn with_turn<T>(&self, change: impl FnOnce(bool) -> T) -> T {
         let turn = self.turn.lock();
         change(turn.user.is_some())

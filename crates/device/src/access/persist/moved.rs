@@ -1,19 +1,19 @@
-//! The reservations of a disk that moves to another host with the guests that use it.
+//! The reservations of a disk, as they move to another host.
 
 use std::io;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::file;
 use super::registry::{PortName, Registry};
-use super::{Reservations, State, StorageState, file};
 
 /// The reservations of a disk, for another host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MovedReservations {
     aptpl: bool,
-    generation: u32,
+    pub(super) generation: u32,
     /// The registry, in the format of its file.
     registry: Value,
 }
@@ -22,38 +22,22 @@ pub(crate) struct MovedReservations {
 pub(crate) const SHARED_TEXT: &str = "another export here uses the same disk, and would lose its \
                                       reservations; remove that export";
 
-impl Reservations {
-    /// The reservations for another host. Call it while no command runs.
-    pub(crate) fn moved_state(&self) -> io::Result<MovedReservations> {
-        let state = self.state.lock();
-        let registry = serde_json::from_str(&file::text_of(&state.registry)?)?;
-        let State { generation, registry: Registry { aptpl, .. }, .. } = *state;
-        Ok(MovedReservations { aptpl, generation, registry })
+impl MovedReservations {
+    pub(super) fn new(registry: &Registry, generation: u32) -> io::Result<Self> {
+        let text = file::text_of(registry)?;
+        Ok(Self { aptpl: registry.aptpl, generation, registry: serde_json::from_str(&text)? })
     }
 
-    /// Checks the reservations of another host, and returns them under the names of ports here:
-    /// the second name of each pair.
-    pub(crate) fn check_moved(
+    /// The registry with the second name of each pair of `ports` in place of the first. `persists`
+    /// is true if the disk here has a file for it.
+    pub(super) fn registry_here(
         &self,
-        moved: &MovedReservations,
         ports: &[(PortName, PortName)],
-    ) -> Result<(), String> {
-        self.registry_here(moved, ports).map(drop)
-    }
-
-    fn registry_here(
-        &self,
-        moved: &MovedReservations,
-        ports: &[(PortName, PortName)],
+        persists: bool,
     ) -> Result<Registry, String> {
-        let mut registry = file::parse(&moved.registry.to_string()).map_err(|(why, _)| why)?;
-        registry.aptpl = moved.aptpl;
-        let state = self.state.lock();
-        let is_here = |port: PortName| ports.iter().any(|(_, here)| *here == port);
-        if state.attached.iter().any(|other| !is_here(other.port)) {
-            return Err(SHARED_TEXT.to_owned());
-        }
-        if registry.aptpl && !state.persists {
+        let mut registry = file::parse(&self.registry.to_string()).map_err(|(why, _)| why)?;
+        registry.aptpl = self.aptpl;
+        if registry.aptpl && !persists {
             return Err(
                 "the guest has reservations that outlive a loss of power (APTPL), and there \
                         is no file for them here; set reservations=PATH"
@@ -68,21 +52,5 @@ impl Reservations {
              on both hosts"
                 .to_owned()
         })
-    }
-
-    /// Continues with the reservations of another host. Waits for the file.
-    pub(crate) fn continue_moved(
-        &self,
-        moved: &MovedReservations,
-        ports: &[(PortName, PortName)],
-    ) -> Result<(), String> {
-        let registry = self.registry_here(moved, ports)?;
-        if let StorageState::In(file) = &mut *self.file.lock() {
-            file.save(&registry).map_err(|error| error.to_string())?;
-        }
-        let mut state = self.state.lock();
-        state.generation = moved.generation;
-        state.set(registry, &self.unregistered);
-        Ok(())
     }
 }

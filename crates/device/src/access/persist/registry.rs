@@ -148,7 +148,7 @@ impl Reservation {
 
 /// The registrations and the reservation of a disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Registry {
+pub(crate) struct Registry {
     /// At most [`REGISTRATIONS_MAX`], of different ports, the oldest first.
     registrations: Vec<Registration>,
     /// The holder is registered; if all registrants hold it, there is at least one.
