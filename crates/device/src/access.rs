@@ -8,6 +8,7 @@ pub(crate) mod persist;
 pub(crate) mod sense;
 pub(crate) mod task_resources;
 pub(crate) mod task_set;
+mod turns;
 pub(crate) mod wait_group;
 
 use std::fs::File;
@@ -88,6 +89,8 @@ pub struct DiskAccess {
     pub(crate) reservations: Arc<Reservations>,
     peers: Lock<Vec<(Nexus, Arc<dyn Peer>)>>,
     pub(crate) disk_users: Lock<Vec<Arc<dyn DiskUser>>>,
+    /// The turns of guests during which this process has the file of the reservations.
+    turns: Lock<Vec<u64>>,
     /// Held while the disk gets another size, or another device.
     sizes: Lock<()>,
     /// A PERSISTENT RESERVE OUT is in progress.
@@ -137,6 +140,7 @@ impl DiskAccess {
             reservations,
             peers: Lock::default(),
             disk_users: Lock::default(),
+            turns: Lock::default(),
             sizes: Lock::default(),
             has_reserve_out: AtomicBool::default(),
             medium: Medium::default(),
@@ -166,34 +170,6 @@ impl DiskAccess {
         self.set_cache_off(state.cache_is_off);
         self.set_descriptor_sense(state.has_descriptor_sense);
         Ok(())
-    }
-
-    /// Like [`store_reservations`](Self::store_reservations), for a disk that processes on several
-    /// hosts use in turn. Stored reservations are loaded when a [use](Self::begin_use) begins.
-    ///
-    /// # Errors
-    ///
-    /// If other exports of the disk have chosen another place, or none.
-    pub fn store_reservations_later(
-        &self,
-        place: ReservationStorage,
-    ) -> Result<StorageGuard, ReservationsError> {
-        Ok(self.reservations.store_later_in(place)?)
-    }
-
-    /// Begins a use of a disk that another host may have used before: takes the file of its
-    /// reservations, and loads them if there is one. Waits for the file system.
-    ///
-    /// # Errors
-    ///
-    /// Like [`store_reservations`](Self::store_reservations).
-    pub fn begin_use(&self) -> Result<(), ReservationsError> {
-        Ok(self.reservations.take_file()?)
-    }
-
-    /// Leaves the file of the reservations to the next host. Call it while no command runs.
-    pub fn end_use(&self) {
-        self.reservations.leave_file();
     }
 
     /// Stores persistent reservations in `place`, if initiators ask for that (APTPL), and loads

@@ -74,6 +74,9 @@ struct Header {
     version: u32,
 }
 
+/// The remedy for a state that was changed.
+const AS_IT_IS: &str = "use the output of `ctl state save` as it is";
+
 impl MovedState {
     /// Reads a state of any source.
     ///
@@ -81,7 +84,9 @@ impl MovedState {
     ///
     /// If it is none, has another version, or is incomplete.
     pub fn parse(value: &Value) -> Result<Self, MoveError> {
-        let wrong = |error: serde_json::Error| MoveError(format!("it is no such state: {error}"));
+        let wrong = |error: serde_json::Error| {
+            MoveError(format!("it is no such state: {error}; {AS_IT_IS}"))
+        };
         let Header { format, version } = Header::deserialize(value).map_err(wrong)?;
         if format != FORMAT {
             return Err(MoveError(format!("its format is {format:?}, not {FORMAT:?}")));
@@ -95,7 +100,14 @@ impl MovedState {
         let state = Self::deserialize(value).map_err(wrong)?;
         let is_long = |unit: &MovedUnit| unit.attentions.len() > ATTENTIONS_MAX;
         if state.events.len() > EVENTS_MAX || state.units.iter().any(is_long) {
-            return Err(MoveError("it has too many events or unit attentions".to_owned()));
+            return Err(MoveError(format!(
+                "it has too many events or unit attentions; {AS_IT_IS}"
+            )));
+        }
+        let mut places: Vec<_> = state.units.iter().map(|unit| (unit.target, unit.lun)).collect();
+        places.sort_unstable();
+        if places.windows(2).any(|pair| pair[0] == pair[1]) {
+            return Err(MoveError(format!("it has a unit twice; {AS_IT_IS}")));
         }
         Ok(state)
     }

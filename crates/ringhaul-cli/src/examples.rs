@@ -138,8 +138,8 @@ Examples:
 
 pub(crate) const CTL_STATE: &str = "\
 Examples:
-  ringhaul ctl state save vm1 >vm1.json
-  ringhaul ctl state load vm1 <vm1.json
+  ringhaul ctl state save vm1 > vm1.json
+  ringhaul ctl state load vm1 < vm1.json
   ringhaul ctl state save vm1 | ssh target ringhaul ctl state load vm1";
 
 pub(crate) const CTL_SET: &str = "\

@@ -416,6 +416,7 @@ mod tests {
     fn words(example: &str) -> Vec<String> {
         let command = example.trim_start_matches("source <(").trim_end_matches(')');
         let command = command.split(" > ").next().unwrap_or_default();
+        let command = command.split(" < ").next().unwrap_or_default();
         let command = command.split(" | ").next().unwrap_or_default();
         let quoted = command.split('\'').enumerate();
         let words = quoted.flat_map(|(index, part)| match index % 2 {

@@ -328,13 +328,16 @@ impl Daemon {
         }
         let threads = self.all_threads(&settings)?;
         set_up(&self.args, &threads, (&log_name, &mut disk), choice)?;
+        let access = self.shared_disks.access(&disk.source)?;
+        // A resize also holds the size before the turn.
+        let held = self.shared_disks.hold_size(&access, &disk.source, disk.opened)?;
         let locked = disk_locks.iter().try_for_each(|locks| locks.add(place, &disk.source));
         locked.map_err(anyhow::Error::from)?;
         // Nothing has been written.
         let unlock = || disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
-        let add =
-            |has_turn: bool| unit.add_to(&device, &name, (&disk, has_turn), &self.shared_disks);
-        let added = turns.as_ref().map_or_else(|| add(true), |turns| turns.with_turn(add));
+        let add = |turn| unit.add_to(&device, &name, (&disk, turn), &access);
+        let added = turns.as_ref().map_or_else(|| add(None), |turns| turns.with_turn(add));
+        drop(held);
         added.inspect_err(|_| unlock())?;
         let line = format!("{}: {}; logical unit {place}", disk.name, disk.summary);
         if !lock.add_unit(unit, disk.source, asked) {
@@ -353,6 +356,7 @@ impl Daemon {
         let (changing, lock) =
             self.control.begin_unit(export.clone(), place, UnitChange::Remove)?;
         let ChangingUnit { log_name, device, removed, turns, .. } = changing;
+        let access = device.access(place.address());
         let unit = device.remove_unit(place.address());
         // The caller waits, without a time limit, for the end of the unit's requests and for the
         // file system. Afterwards the disk can be opened again.
@@ -360,6 +364,10 @@ impl Daemon {
         if let Some(unit) = unit {
             lock.close_unit(|| unit.close());
         }
+        if let (Some(turns), Some(access)) = (&turns, &access) {
+            turns.with_turn(|user| user.iter().for_each(|user| access.end_use(*user)));
+        }
+        drop(access);
         let unlocked = turns.iter().try_for_each(|turns| turns.locks().remove(place));
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
@@ -408,7 +416,7 @@ impl Daemon {
         }
         lock.report_resized();
         // A caller that waits for the end of the export may use the disk once these are dropped.
-        drop((device, access));
+        drop((device, access, turns));
         drop(lock);
         tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
         Ok(Reply::Resized(size))

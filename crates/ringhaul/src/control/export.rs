@@ -248,8 +248,10 @@ impl Export {
     pub(super) fn close(self, waker: &Waker) -> Closing {
         let status = self.status();
         self.changing.iter().for_each(DiskChange::cancel_addition);
-        let Self { changing, disks, log, setup, removal_waiters, is_forced, registration, .. } =
-            self;
+        let Self { changing, disks, log, mut setup, turns, removal_waiters, .. } = self;
+        let (is_forced, registration) = (self.is_forced, self.registration);
+        // The closing thread closes the disks when it drops their last users.
+        drop((turns, setup.run_lock.take()));
         let mut closing = Closing::new(registration, status, log, (disks, setup.device), waker);
         (closing.changing, closing.removal_waiters) = (changing, removal_waiters);
         if is_forced {

@@ -17,7 +17,8 @@ use crate::spec::UnitPlace;
 pub(crate) struct GuestTurns {
     device: Device,
     locks: Arc<DiskLocks>,
-    /// Held while a turn begins or ends, which may wait for a file system.
+    /// Held while a turn begins or ends, which may wait for a file system. The size of a disk is
+    /// held before it.
     turn: Lock<Turn>,
     /// True if a loaded state waits for its guest. Written under the lock.
     has_next: AtomicBool,
@@ -27,6 +28,8 @@ pub(crate) struct GuestTurns {
 struct Turn {
     /// The user that has the turn.
     user: Option<u64>,
+    /// The highest number of a user whose turn has begun.
+    begun: u64,
     /// The highest number of a user whose turn has ended.
     ended: u64,
     /// The state at the end of the last turn.
@@ -40,7 +43,10 @@ struct Turn {
 pub(crate) enum TurnError {
     #[error("its guest runs here; move or pause the guest first")]
     Running,
-    #[error("no guest has run here since the start of the daemon, so there is no state")]
+    #[error(
+        "there is no state: no guest has stopped here since the start of the daemon, or its last \
+         data may be lost, and the log has the reason"
+    )]
     NoGuest,
 }
 
@@ -59,11 +65,25 @@ impl GuestTurns {
         if turn.user.is_some() {
             return Err(TurnError::Running);
         }
-        let left = turn.left.clone().ok_or(TurnError::NoGuest)?;
+        if let Some(next) = &turn.next {
+            return Ok(next.clone());
+        }
         // A front-end that is still there may have got news since. Afterwards the device is reset.
-        let has_driver = self.device.negotiated().features() != 0;
-        let now = self.device.moved_state().ok().flatten().filter(|_| has_driver);
-        Ok(now.unwrap_or(left))
+        let now = self.state_of_driver(self.device.moved_state().ok().flatten());
+        now.or_else(|| turn.left.clone()).ok_or(TurnError::NoGuest)
+    }
+
+    /// Returns a state that was read before, unless the device was reset: then it may be of no
+    /// driver. A reset clears the features first.
+    fn state_of_driver(&self, state: Option<MovedState>) -> Option<MovedState> {
+        state.filter(|_| self.device.negotiated().features() != 0)
+    }
+
+    /// Drops a loaded state whose guest does not come.
+    pub(crate) fn forget(&self) {
+        let mut turn = self.turn.lock();
+        turn.next = None;
+        self.has_next.store(false, Ordering::Relaxed);
     }
 
     /// Has the next turn begin with a state.
@@ -81,10 +101,10 @@ impl GuestTurns {
     }
 
     /// Calls `change`, which changes a disk or adds one, while no turn begins or ends. Its
-    /// parameter is true during a turn.
-    pub(crate) fn with_turn<T>(&self, change: impl FnOnce(bool) -> T) -> T {
+    /// parameter is the user that has the turn.
+    pub(crate) fn with_turn<T>(&self, change: impl FnOnce(Option<u64>) -> T) -> T {
         let turn = self.turn.lock();
-        change(turn.user.is_some())
+        change(turn.user)
     }
 
     /// The locks of the disks.
@@ -103,7 +123,7 @@ impl GuestTurns {
             return Err(io::Error::other("the front-end left before its reservations were loaded"));
         }
         let accesses = self.accesses();
-        let begun = accesses.iter().try_for_each(|access| access.begin_use());
+        let begun = accesses.iter().try_for_each(|access| access.begin_use(user));
         let begun = begun.map_err(io::Error::other).and_then(|()| match &turn.next {
             Some(state) => self.device.continue_moved(state).map_err(|error| {
                 let text = format!("cannot continue with the loaded state: {error}");
@@ -111,11 +131,19 @@ impl GuestTurns {
             }),
             None => Ok(()),
         });
-        if begun.is_err() && turn.user.is_none() {
-            accesses.iter().for_each(|access| access.end_use());
+        if begun.is_err() && turn.user != Some(user) {
+            accesses.iter().for_each(|access| access.end_use(user));
         }
         begun?;
-        (turn.user, turn.left, turn.next) = (Some(user), None, None);
+        if turn.next.is_some() {
+            tracing::info!("the guest continues with the loaded state");
+        }
+        // The end of an earlier turn may still wait for its disks.
+        if let Some(holder) = turn.user.filter(|holder| *holder != user) {
+            accesses.iter().for_each(|access| access.end_use(holder.min(user)));
+        }
+        (turn.user, turn.begun) = (turn.user.max(Some(user)), turn.begun.max(user));
+        (turn.left, turn.next) = (None, None);
         self.has_next.store(false, Ordering::Relaxed);
         Ok(())
     }
@@ -124,13 +152,14 @@ impl GuestTurns {
     fn end(&self, user: u64) -> Option<MovedState> {
         let mut turn = self.turn.lock();
         turn.ended = turn.ended.max(user);
-        turn.user.take_if(|holder| *holder <= user)?;
+        let holder = turn.user.take_if(|holder| *holder <= user)?;
         let state = self.device.moved_state();
-        self.accesses().iter().for_each(|access| access.end_use());
-        state.unwrap_or_else(|error| {
+        self.accesses().iter().for_each(|access| access.end_use(holder));
+        let state = state.unwrap_or_else(|error| {
             tracing::error!("the state of logical units is lost for another host: {error}");
             None
-        })
+        });
+        self.state_of_driver(state)
     }
 
     /// The accesses of the disks that several hosts use in turn.
@@ -154,7 +183,7 @@ impl RunLock for GuestTurns {
         self.locks.release(user)?;
         if let Some(left) = left {
             let mut turn = self.turn.lock();
-            if turn.user.is_none() {
+            if turn.user.is_none() && turn.begun <= user {
                 turn.left = Some(left);
             }
         }
@@ -227,9 +256,10 @@ pub(crate) mod tests {
         let hosts = ["a", "a", "b"].map(|serial| host(&disk, &file, serial));
         let [from, to, other] = &hosts;
         assert_eq!(from.save().err(), Some(TurnError::NoGuest));
+        from.device.set_features(1 << 32).unwrap();
         from.take(1).unwrap();
         assert_eq!(from.save().err(), Some(TurnError::Running));
-        assert!(from.with_turn(|has_turn| has_turn) && !to.with_turn(|has_turn| has_turn));
+        assert_eq!(from.with_turn(|user| user).or(to.with_turn(|user| user)), Some(1));
         // A change that only the device knows.
         let Device::Scsi(scsi) = &from.device else { unreachable!("it is one") };
         scsi.access(PLACE.address()).unwrap().refresh();
@@ -241,6 +271,10 @@ pub(crate) mod tests {
         assert!(!other.has_next());
         to.load(state.clone()).unwrap();
         assert!(to.has_next(), "the next process would not have it");
+        assert_eq!(to.save().unwrap(), state, "it can be taken elsewhere");
+        to.forget();
+        assert!(!to.has_next() && to.save().is_err());
+        to.load(state.clone()).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref(), "it comes later");
         to.device.reset();
         to.take(2).unwrap();

@@ -127,7 +127,8 @@ impl Export {
         }
         Err(CommandError::NotNow(anyhow::anyhow!(
             "a guest is about to continue on {}, and its state is loaded; try again when the guest \
-             runs, or remove the export",
+             runs, or drop the state with `echo null | ringhaul ctl state load {}`",
+            self.spec.name(),
             self.spec.name()
         )))
     }

@@ -19,10 +19,16 @@ impl Daemon {
         Ok(Reply::State(serde_json::to_value(state).with_context(saving)?))
     }
 
-    /// Has the next guest of an export continue with the state that it had on another host.
+    /// Has the next guest of an export continue with the state that it had on another host; `null`
+    /// drops a loaded state.
     pub(super) fn load_state(&self, export: String, state: &Value) -> Result<Reply, CommandError> {
         let turns = self.control.guest_turns(export.clone(), true)?;
         let loading = || format!("cannot load the state of a guest into {export}");
+        if state.is_null() {
+            turns.forget();
+            tracing::info!(export, "the loaded state is dropped");
+            return Ok(Reply::StateLoaded);
+        }
         let state = MovedState::parse(state).with_context(loading);
         let loaded = turns.load(state.map_err(CommandError::Invalid)?);
         loaded.with_context(loading).map_err(|error| match error.downcast_ref() {

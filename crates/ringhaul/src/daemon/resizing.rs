@@ -31,7 +31,7 @@ pub(super) fn resize_while_locked(
         resize_disk(disk, wanted, cut_off)
     };
     match turns {
-        Some(turns) => turns.with_turn(resize),
+        Some(turns) => turns.with_turn(|turn| resize(turn.is_some())),
         None => resize(true),
     }
 }

@@ -115,9 +115,10 @@ impl ExportSpec {
                 let is_named = settings.files.is_none();
                 if let Some(path) = default_reservations(spec).filter(|_| is_named) {
                     let place = ReservationStorage::Existing(path);
-                    drop(match source.late_lock() {
-                        Some(_) => access.store_reservations_later(place)?,
-                        None => access.store_reservations(place)?,
+                    drop(if disk.is_late {
+                        access.store_reservations_later(place)?
+                    } else {
+                        access.store_reservations(place)?
                     });
                 }
                 let held = Arc::clone(&access);
@@ -137,7 +138,9 @@ impl ExportSpec {
                 let device = Device::scsi(options, events);
                 if let Device::Scsi(scsi) = &device {
                     for (unit, disk) in units.iter().zip(disks) {
-                        unit.add_to(scsi, &self.name(), (disk, false), shared_disks)?;
+                        let access = shared_disks.access(&disk.source)?;
+                        let _size = shared_disks.hold_size(&access, &disk.source, disk.opened)?;
+                        unit.add_to(scsi, &self.name(), (disk, None), &access)?;
                     }
                 }
                 Ok(device)
@@ -158,8 +161,9 @@ impl UnitSpec {
         self.place().address()
     }
 
-    /// Adds the unit to the device of the export with this name. If no guest has its turn, the file
-    /// of the reservations of a disk that is locked late belongs to another host.
+    /// Adds the unit to the device of the export with this name, during the turn of a guest.
+    /// Without a turn, the file of the reservations of a disk that is locked late belongs to
+    /// another host. The caller holds the size of the disk.
     ///
     /// # Errors
     ///
@@ -168,19 +172,22 @@ impl UnitSpec {
         &self,
         device: &ScsiDevice,
         export: &str,
-        (disk, has_turn): (&OpenDisk, bool),
-        shared_disks: &SharedDisks,
+        (disk, turn): (&OpenDisk, Option<u64>),
+        access: &Arc<DiskAccess>,
     ) -> Result<()> {
-        let access = shared_disks.access(&disk.source)?;
-        let _kept = match disk.source.late_lock() {
-            Some(_) if !has_turn => access.store_reservations_later(self.reservations())?,
+        let _kept = match (disk.is_late, turn) {
+            (true, None) => access.store_reservations_later(self.reservations())?,
             _ => access.store_reservations(self.reservations())?,
         };
-        let options = self.options(disk, export, access)?;
-        let held = Arc::clone(&options.access);
-        let _size = shared_disks.hold_size(&held, &disk.source, disk.opened)?;
+        if let Some(turn) = turn.filter(|_| disk.is_late) {
+            access.begin_use(turn)?;
+        }
+        let options = self.options(disk, export, Arc::clone(access))?;
         let adding = || format!("cannot export {} as a unit", self.address());
-        device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
+        let added = device.add_unit(self.address(), disk.source.clone(), options);
+        added.with_context(adding).inspect_err(|_| {
+            turn.iter().for_each(|turn| access.end_use(*turn));
+        })
     }
 
     /// Returns true if the disk of the unit is locked only while queues of the export run.

@@ -34,6 +34,8 @@ pub struct OpenDisk {
     pub(crate) opened: Instant,
     /// The cache mode with which it was opened.
     pub cache: CacheMode,
+    /// True if it is locked only during the turns of guests.
+    pub(crate) is_late: bool,
     /// Description of the disk in one line.
     pub(crate) summary: String,
 }
@@ -124,7 +126,8 @@ impl OpenDisk {
         if let Some(warning) = source.warning() {
             tracing::warn!("{}: {warning}", disk.name());
         }
-        Ok(Self::new(disk.name(), source, opened, cache.unwrap_or(wanted_cache(settings))))
+        let cache = cache.unwrap_or(wanted_cache(settings));
+        Ok(Self::new(disk.name(), source, opened, (cache, settings.late_lock)))
     }
 
     /// Takes over a disk of this size from another process, which has it open for an export with
@@ -159,10 +162,16 @@ impl OpenDisk {
         }
         source.adopt_size(size_bytes);
         let cache = cache.unwrap_or(wanted_cache(settings));
-        Ok(Self::new(disk.name(), source, Instant::now(), cache))
+        Ok(Self::new(disk.name(), source, Instant::now(), (cache, settings.late_lock)))
     }
 
-    fn new(name: String, source: DiskSource, opened: Instant, cache: CacheMode) -> Self {
+    fn new(
+        name: String,
+        source: DiskSource,
+        opened: Instant,
+        (cache, late_lock): (CacheMode, bool),
+    ) -> Self {
+        let is_late = late_lock && source.late_lock().is_some();
         let info = source.info();
         // A null disk has no data that a cache could keep.
         let is_null = source.chain().last().is_some_and(|bottom| bottom.kind == "null");
@@ -173,7 +182,7 @@ impl OpenDisk {
             info.logical_block_bytes,
             if info.read_only { ", read-only" } else { "" },
         );
-        Self { name, source, opened, cache, summary }
+        Self { name, source, opened, cache, is_late, summary }
     }
 }
 

@@ -94,7 +94,7 @@ fn a_state_that_does_not_fit_is_refused_with_the_reason() {
         load(&after, &state).unwrap_err()
     };
     type Change = fn(&mut serde_json::Value);
-    let cases: [(Change, &str); 12] = [
+    let cases: [(Change, &str); 13] = [
         (|state| *state = "text".into(), "no such state"),
         (|state| state["format"] = "other".into(), "its format is \"other\""),
         (|state| state["version"] = 2.into(), "only version 1 is supported"),
@@ -102,6 +102,13 @@ fn a_state_that_does_not_fit_is_refused_with_the_reason() {
         (|state| state["more"] = 1.into(), "unknown field `more`"),
         (|state| state["units"][0]["lun"] = 7.into(), "has a unit 0:7, which is missing here"),
         (|state| state["units"] = serde_json::json!([]), "has no unit 0:1"),
+        (
+            |state| {
+                let unit = state["units"][0].clone();
+                state["units"] = serde_json::json!([unit, unit]);
+            },
+            "a unit twice; use the output",
+        ),
         (|state| state["units"][0]["serial"] = "x".into(), "set serial=x here"),
         (|state| state["units"][0]["wwn"] = "3000000000000000".into(), "wwn=3000000000000000"),
         (|state| state["units"][0]["port"] = "x".into(), "\"x\" is not a port"),
@@ -148,14 +155,17 @@ fn reservations_in_a_file_belong_to_the_host_that_uses_the_disk() {
     let mut after = there(&before);
     let (here, there) = (before.access(), after.access());
     let _kept = [in_file(&here, &path), in_file(&there, &path)];
-    here.begin_use().unwrap();
+    here.begin_use(1).unwrap();
     reserve(&mut before, true);
-    assert!(there.begin_use().is_err(), "it is in use");
+    assert!(there.begin_use(1).is_err(), "it is in use");
+    here.begin_use(2).unwrap();
+    here.end_use(2);
+    assert!(there.begin_use(1).is_err(), "one of two guests uses it");
     let state = moved(&before);
     assert!(path.exists());
-    here.end_use();
-    there.begin_use().unwrap();
-    assert!(here.begin_use().is_err());
+    here.end_use(1);
+    there.begin_use(1).unwrap();
+    assert!(here.begin_use(1).is_err());
     // The port that holds the reservation has another name here, unless the state says so.
     let write = cdb10(0x2a, 0, 0, 1);
     assert_eq!(after.run(&write, &[1; BLOCK], 0).status, 0x18, "a reservation conflict");
@@ -166,10 +176,10 @@ fn reservations_in_a_file_belong_to_the_host_that_uses_the_disk() {
     let (cdb, list) = reserve_out(0, 0, [7, 8]);
     after.good(&cdb, &list, 0);
     assert!(!path.exists());
-    there.end_use();
-    here.begin_use().unwrap();
+    there.end_use(1);
+    here.begin_use(1).unwrap();
     assert_eq!(before.good(&READ_KEYS, &[], 255).len(), 8, "a key that is gone");
-    assert!(here.begin_use().is_ok(), "it has it already");
+    assert!(here.begin_use(1).is_ok(), "it has it already");
 }
 
 #[test]
@@ -178,7 +188,7 @@ fn reservations_that_outlive_the_daemon_need_a_file_there() {
     let mut before = Initiator::new();
     let here = before.access();
     let _kept = in_file(&here, &folder.path().join("reservations"));
-    here.begin_use().unwrap();
+    here.begin_use(1).unwrap();
     reserve(&mut before, true);
     let after = there(&before);
     let error = load(&after, &moved(&before)).unwrap_err();
