@@ -39,7 +39,7 @@ fn move_paused(
 fn the_state_of_a_unit_moves_with_its_guest() -> Result<()> {
     let Some(scene) = Scene::new(Device::Scsi, DiskKind::Raw, &[])? else { return Ok(()) };
     let refused = scene.ctl("a", &["state", "save"], "")?.expect_code(1)?;
-    ensure!(refused.stderr.contains("no guest has run here"), "{}", refused.stderr);
+    ensure!(refused.stderr.contains("no guest has stopped here"), "{}", refused.stderr);
     let mut source = scene.start("a", false)?;
     source.guest.wait_rounds(2)?;
     ensure!(last_report(&source)? == RESERVED, "{}", source.guest.console());
