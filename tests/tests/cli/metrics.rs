@@ -116,7 +116,8 @@ fn the_sizes_of_batches_add_up_to_the_requests() -> Result<()> {
             // No batch exceeds the depth, whose bucket is the sixth.
             let most: u64 = buckets[..6].iter().zip(0..).map(|(count, log2)| count << log2).sum();
             ensure!(sum == REQUESTS && sum <= most, "{step}: {sum} in {buckets:?}");
-            ensure!(count < REQUESTS && buckets[6..] == [0; 3], "{step}: {buckets:?}");
+            // A daemon that is faster than its driver has batches of one.
+            ensure!(count <= REQUESTS && buckets[6..] == [0; 3], "{step}: {buckets:?}");
         }
         let name = format!("ringhaul_queue_{step}_batch_size");
         let of = "{export=\"vm\"}";
