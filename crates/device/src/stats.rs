@@ -17,7 +17,6 @@ use std::time::Duration;
 use blockio::stats::{Counter, Peak};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use batch_sizes::BATCH_MAX;
 pub use batch_sizes::{BATCH_BOUNDS, BatchSizes, BatchStats, batch_bound};
 pub use latency::{LATENCY_BOUNDS, Latency, LatencyStats, latency_bound_ns};
 
@@ -125,13 +124,15 @@ pub struct QueueStats {
     pub depth_peak: Peak,
     /// Kicks that the loop has received.
     pub kicks: Counter,
+    /// Calls to the driver.
+    pub calls: Counter,
     /// Publications of answers for which the driver wanted no call.
     pub calls_suppressed: Counter,
     /// Requests that began in one run, for which one submit is enough.
     pub submit_batches: BatchStats,
     /// Answers that became visible to the driver at once, after a harvest or without one.
     pub harvest_batches: BatchStats,
-    /// Answers that one call announced: all since the call before it. Its count is that of calls.
+    /// Answers that one call announced: all since the call before it.
     pub call_batches: BatchStats,
     /// The sum of the sizes in `call_batches`.
     pub called_answers: Counter,

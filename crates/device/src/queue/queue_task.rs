@@ -675,7 +675,7 @@ mod tests {
         assert_eq!(scene.stats.take_peaks().depth, 1);
         scene.turn(10);
         calls += count_of(&scene.call);
-        assert_eq!(scene.stats.call_batches.count(), calls);
+        assert_eq!(scene.stats.calls.get(), calls);
         assert_eq!(scene.wait(&handle.begin_final_stop()), 7);
     }
 

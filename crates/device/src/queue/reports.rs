@@ -7,7 +7,7 @@ use blockio::stats::Cause;
 
 use super::Queue;
 use crate::events::SlowRequest;
-use crate::stats::{BATCH_MAX, ErrorCause, RequestKind};
+use crate::stats::{ErrorCause, RequestKind};
 
 /// The time of a chain's pop, in nanoseconds of the loop's clock.
 #[derive(Debug, Clone, Copy)]
@@ -31,8 +31,8 @@ impl Queue {
     #[inline]
     pub(super) fn count_call(&self, answers: u32) {
         let stats = &self.reports.requests;
-        let size = u16::try_from(answers).unwrap_or(u16::MAX).min(BATCH_MAX);
-        stats.call_batches.record(size);
+        stats.calls.add(1);
+        stats.call_batches.record(u16::try_from(answers).unwrap_or(u16::MAX));
         stats.called_answers.add(answers.into());
     }
 

@@ -8,14 +8,8 @@ pub const BATCH_BOUNDS: usize = 8;
 const BUCKETS: usize = BATCH_BOUNDS + 1;
 
 /// The buckets that the writer distinguishes. A type of 16 bits needs no check for the last one,
-/// which would cost two instructions. No queue has a batch for the last one but [`EMPTY`].
+/// which would cost two instructions.
 const RECORDED: usize = 17;
-
-/// The size that stands for all larger batches: that of the largest queue.
-pub(crate) const BATCH_MAX: u16 = 1 << 15;
-
-/// The bucket of batches without a request: size 0 wraps to the largest size.
-const EMPTY: usize = RECORDED - 1;
 
 /// The bound of bucket `index`. A batch of just the bound is in that bucket.
 ///
@@ -34,25 +28,21 @@ pub const fn batch_bound(index: usize) -> u64 {
 pub struct BatchStats([Counter; RECORDED]);
 
 impl BatchStats {
-    /// Counts a batch of at most [`BATCH_MAX`]. Only the owning thread may call it.
+    /// Counts a batch, unless it is empty. Only the owning thread may call it.
     #[inline]
     pub(crate) fn record(&self, size: u16) {
-        // Without the lowest bit, the logarithm of 0 would be a case of its own.
-        let log2 = ((u32::from(size.wrapping_sub(1)) * 2) | 1).ilog2();
-        self.0[log2 as usize].add(1);
+        if size > 0 {
+            // Without the lowest bit, the logarithm of 0 would be a case of its own.
+            let log2 = ((u32::from(size.wrapping_sub(1)) * 2) | 1).ilog2();
+            self.0[log2 as usize].add(1);
+        }
     }
 
-    /// The number of batches, empty ones too.
-    #[must_use]
-    pub fn count(&self) -> u64 {
-        self.0.iter().map(Counter::get).sum()
-    }
-
-    /// The batches so far, without empty ones.
+    /// The batches so far.
     #[must_use]
     pub fn values(&self) -> BatchSizes {
         let mut sizes = BatchSizes::default();
-        for (index, counter) in self.0[..EMPTY].iter().enumerate() {
+        for (index, counter) in self.0.iter().enumerate() {
             sizes.0[index.min(BATCH_BOUNDS)] += counter.get();
         }
         sizes
@@ -79,16 +69,15 @@ mod tests {
     #[test]
     fn batches_are_counted_by_powers_of_two() {
         let stats = BatchStats::default();
-        for size in [0, 1, 1, 2, 3, 4, 5, 64, 65, 128, 129, 1024, BATCH_MAX] {
+        for size in [0, 1, 1, 2, 3, 4, 5, 64, 65, 128, 129, 1024, u16::MAX] {
             stats.record(size);
         }
         assert_eq!(stats.values().buckets(), [2, 1, 2, 1, 0, 0, 1, 2, 3]);
-        assert_eq!(stats.count(), 13, "the empty one counts too");
     }
 
     #[test]
     fn a_batch_is_within_the_bound_of_its_bucket() {
-        for size in 1..=BATCH_MAX {
+        for size in 1..=u16::MAX {
             let stats = BatchStats::default();
             stats.record(size);
             let values = stats.values();

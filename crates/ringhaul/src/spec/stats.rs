@@ -325,7 +325,7 @@ impl QueueServed {
             index,
             served: Served::from(&totals),
             kicks: stats.kicks.get(),
-            calls: stats.call_batches.count(),
+            calls: stats.calls.get(),
             calls_suppressed: stats.calls_suppressed.get(),
             submit_batches: Batches::new(&submits, answered),
             harvest_batches: Batches::new(&harvests, answered),
