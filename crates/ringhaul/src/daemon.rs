@@ -23,13 +23,9 @@ use blockio::executor::Lock;
 use device::Device;
 
 use crate::control::export_log::ExportLog;
-use crate::control::guest_turns::access_of;
 use crate::control::subscribers::Subscribers;
-use crate::control::{
-    ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, ResizingDisk, UnitChange,
-};
+use crate::control::{ChangingUnit, Control, ExportSetup, FailedExport, ReadyExport, UnitChange};
 use crate::daemon::format::ProcessOptions;
-use crate::daemon::resizing::{NotLocked, resize_while_locked};
 use crate::daemon::saved_state::{ChangedPart, SavedState};
 use crate::fd_store::FdStore;
 use crate::log::export_span;
@@ -39,7 +35,7 @@ use crate::options::ServeArgs;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
-use crate::spec::command::{Command, CommandError, NewSize, Reply, StatsReader};
+use crate::spec::command::{Command, CommandError, Reply, StatsReader};
 use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
@@ -334,7 +330,10 @@ impl Daemon {
         let locked = disk_locks.iter().try_for_each(|locks| locks.add(place, &disk.source));
         locked.map_err(anyhow::Error::from)?;
         // Nothing has been written.
-        let unlock = || disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
+        let unlock = || {
+            turns.iter().for_each(|turns| turns.leave(&access));
+            disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
+        };
         let add = |turn| unit.add_to(&device, &name, (&disk, turn), &access);
         let added = turns.as_ref().map_or_else(|| add(None), |turns| turns.with_turn(add));
         drop(held);
@@ -364,10 +363,9 @@ impl Daemon {
         if let Some(unit) = unit {
             lock.close_unit(|| unit.close());
         }
-        if let (Some(turns), Some(access)) = (&turns, &access) {
-            turns.with_turn(|user| user.iter().for_each(|user| access.end_use(*user)));
+        if let (Some(turns), Some(access)) = (&turns, access) {
+            turns.leave(&access);
         }
-        drop(access);
         let unlocked = turns.iter().try_for_each(|turns| turns.locks().remove(place));
         lock.report_removed();
         tracing::info!(export = log_name, "logical unit {place} is removed");
@@ -378,48 +376,6 @@ impl Daemon {
             )
         })?;
         Ok(Reply::UnitRemoved)
-    }
-
-    fn resize(
-        &self,
-        export: String,
-        place: Option<UnitPlace>,
-        wanted: NewSize,
-    ) -> Result<Reply, CommandError> {
-        let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
-        let ResizingDisk { log_name, device, disk, turns, .. } = resizing;
-        let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
-        let before = disk.announced_bytes();
-        let _resizing = self.shared_disks.begin_resize(&disk);
-        // Other exports may have opened the same disk separately.
-        let (access, mut is_cut_off) = (access_of(&device, place), false);
-        let held = access.as_ref().map(|access| access.hold_size());
-        let cut_off = |size| {
-            is_cut_off = true;
-            access.iter().for_each(|access| access.cut_off(size));
-        };
-        let resized = resize_while_locked(turns.as_deref(), &disk, wanted, cut_off);
-        let has_changed = disk.info().size_bytes != before;
-        drop(disk);
-        if is_cut_off || has_changed {
-            access.iter().for_each(|access| access.refresh());
-            self.shared_disks.record_resize();
-        }
-        drop(held);
-        let size = resized.map_err(|error| {
-            let is_refused = error.is::<NotLocked>();
-            let error = error.context(format!("cannot resize {what} of {export}"));
-            if is_refused { CommandError::Invalid(error) } else { CommandError::Failed(error) }
-        })?;
-        if !has_changed {
-            return Ok(Reply::Resized(size));
-        }
-        lock.report_resized();
-        // A caller that waits for the end of the export may use the disk once these are dropped.
-        drop((device, access, turns));
-        drop(lock);
-        tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
-        Ok(Reply::Resized(size))
     }
 
     fn set_disk(

@@ -315,8 +315,8 @@ fn requests_after_pauses(folders: &TestFolders) -> Result<Option<Scene>> {
     Ok(Some(vec![Box::new(load), Box::new(daemon)]))
 }
 
-/// Gives all threads of a process priority over all that have none. A thread may end meanwhile, so
-/// this takes more than one try.
+/// Gives all threads of a process priority over threads without one. Tries again if a thread has
+/// just ended.
 fn raise_priority(process: &Running) -> Result<()> {
     let process = process.pid().as_raw_nonzero().to_string();
     retry(LIMIT, || {

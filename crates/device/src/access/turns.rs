@@ -33,12 +33,13 @@ impl DiskAccess {
         Ok(())
     }
 
-    /// Ends the use during this turn. Leaves the file of the reservations to the next host, unless
-    /// another guest here has its turn. Call it while no command of the guest runs.
+    /// Ends the use during this turn, if it has [begun](Self::begin_use). Leaves the file of the
+    /// reservations to the next host, unless another guest here has its turn. Call it while no
+    /// command of the guest runs.
     pub fn end_use(&self, turn: u64) {
         let mut turns = self.turns.lock();
-        turns.retain(|other| *other != turn);
-        if turns.is_empty() {
+        let has_begun = turns.extract_if(.., |other| *other == turn).next().is_some();
+        if has_begun && turns.is_empty() {
             self.reservations.leave_file();
         }
     }

@@ -87,11 +87,14 @@ fn add(args: &ExportArgs) -> Result<Vec<(&'static str, Value)>> {
 fn read_state(input: impl Read) -> Result<Value> {
     let mut text = String::new();
     input
-        .take(STATE_BYTES_MAX)
+        .take(STATE_BYTES_MAX + 1)
         .read_to_string(&mut text)
         .context("cannot read the state from standard input")?;
     if text.trim().is_empty() {
         bail!("standard input is empty; `ringhaul ctl state save` prints a state");
+    }
+    if text.len() as u64 > STATE_BYTES_MAX {
+        bail!("the state has more than 1 MiB, the most that a request may have");
     }
     serde_json::from_str(&text).context("standard input has no state in JSON")
 }

@@ -107,6 +107,15 @@ impl GuestTurns {
         change(turn.user)
     }
 
+    /// Ends the use of the disk of a unit that was removed, unless another unit has that disk.
+    pub(crate) fn leave(&self, access: &Arc<DiskAccess>) {
+        let turn = self.turn.lock();
+        let is_used = self.accesses().iter().any(|other| Arc::ptr_eq(other, access));
+        if let Some(user) = turn.user.filter(|_| !is_used) {
+            access.end_use(user);
+        }
+    }
+
     /// The locks of the disks.
     pub(crate) fn locks(&self) -> &Arc<DiskLocks> {
         &self.locks

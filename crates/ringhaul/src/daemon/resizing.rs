@@ -3,8 +3,11 @@
 use anyhow::{Result, bail, ensure};
 use blockio::DiskSource;
 
-use crate::control::guest_turns::GuestTurns;
-use crate::spec::command::NewSize;
+use super::Daemon;
+use crate::control::ResizingDisk;
+use crate::control::guest_turns::{GuestTurns, access_of};
+use crate::spec::UnitPlace;
+use crate::spec::command::{CommandError, NewSize, Reply};
 
 /// The lock of the disk, which is taken late, is free for other programs.
 #[derive(Debug, thiserror::Error)]
@@ -12,7 +15,51 @@ use crate::spec::command::NewSize;
     "no guest uses it, so it is not locked, and another host may use it; resize it with its own \
      tool, or while a guest runs"
 )]
-pub(super) struct NotLocked;
+struct NotLocked;
+
+impl Daemon {
+    pub(super) fn resize(
+        &self,
+        export: String,
+        place: Option<UnitPlace>,
+        wanted: NewSize,
+    ) -> Result<Reply, CommandError> {
+        let (resizing, lock) = self.control.begin_resize(export.clone(), place)?;
+        let ResizingDisk { log_name, device, disk, turns, .. } = resizing;
+        let what = place.map_or("the disk".to_owned(), |place| format!("logical unit {place}"));
+        let before = disk.announced_bytes();
+        let _resizing = self.shared_disks.begin_resize(&disk);
+        // Other exports may have opened the same disk separately.
+        let (access, mut is_cut_off) = (access_of(&device, place), false);
+        let held = access.as_ref().map(|access| access.hold_size());
+        let cut_off = |size| {
+            is_cut_off = true;
+            access.iter().for_each(|access| access.cut_off(size));
+        };
+        let resized = resize_while_locked(turns.as_deref(), &disk, wanted, cut_off);
+        let has_changed = disk.info().size_bytes != before;
+        drop(disk);
+        if is_cut_off || has_changed {
+            access.iter().for_each(|access| access.refresh());
+            self.shared_disks.record_resize();
+        }
+        drop(held);
+        let size = resized.map_err(|error| {
+            let is_refused = error.is::<NotLocked>();
+            let error = error.context(format!("cannot resize {what} of {export}"));
+            if is_refused { CommandError::Invalid(error) } else { CommandError::Failed(error) }
+        })?;
+        if !has_changed {
+            return Ok(Reply::Resized(size));
+        }
+        lock.report_resized();
+        // A caller that waits for the end of the export may use the disk once these are dropped.
+        drop((device, access, turns));
+        drop(lock);
+        tracing::info!(export = log_name, "{what} has {size} bytes, not {before}");
+        Ok(Reply::Resized(size))
+    }
+}
 
 /// Like [`resize_disk`], for a disk that may be locked during the `turns` of guests alone. A turn
 /// does not end before the file has its size.
@@ -20,7 +67,7 @@ pub(super) struct NotLocked;
 /// # Errors
 ///
 /// [`NotLocked`] if no guest has its turn, and the file would change.
-pub(super) fn resize_while_locked(
+fn resize_while_locked(
     turns: Option<&GuestTurns>,
     disk: &DiskSource,
     wanted: NewSize,

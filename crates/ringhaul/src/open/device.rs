@@ -163,7 +163,8 @@ impl UnitSpec {
 
     /// Adds the unit to the device of the export with this name, during the turn of a guest.
     /// Without a turn, the file of the reservations of a disk that is locked late belongs to
-    /// another host. The caller holds the size of the disk.
+    /// another host. The caller holds the size of the disk, and ends the use of a disk whose unit
+    /// was not added.
     ///
     /// # Errors
     ///
@@ -184,10 +185,7 @@ impl UnitSpec {
         }
         let options = self.options(disk, export, Arc::clone(access))?;
         let adding = || format!("cannot export {} as a unit", self.address());
-        let added = device.add_unit(self.address(), disk.source.clone(), options);
-        added.with_context(adding).inspect_err(|_| {
-            turn.iter().for_each(|turn| access.end_use(*turn));
-        })
+        device.add_unit(self.address(), disk.source.clone(), options).with_context(adding)
     }
 
     /// Returns true if the disk of the unit is locked only while queues of the export run.

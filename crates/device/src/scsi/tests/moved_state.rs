@@ -146,6 +146,20 @@ fn in_file(access: &Arc<DiskAccess>, path: &Path) -> crate::access::StorageGuard
     access.store_reservations_later(ReservationStorage::File(path.to_owned())).unwrap()
 }
 
+/// A disk that is not locked late keeps the file.
+#[test]
+fn a_turn_that_has_not_begun_leaves_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("reservations");
+    let mut initiator = Initiator::new();
+    let place = || ReservationStorage::File(path.clone());
+    let _kept = initiator.access().store_reservations(place()).unwrap();
+    reserve(&mut initiator, true);
+    initiator.access().end_use(1);
+    let there = Arc::<DiskAccess>::default();
+    assert!(there.store_reservations(place()).is_err(), "it is in use");
+}
+
 /// Both hosts have the file, beside the disk.
 #[test]
 fn reservations_in_a_file_belong_to_the_host_that_uses_the_disk() {
