@@ -1,6 +1,7 @@
 //! The specification of an export, as plain data that the command line or another program makes.
 
 pub mod command;
+mod earlier_counters;
 pub(crate) mod file_record;
 pub(crate) mod identity;
 pub(crate) mod lease_id;

@@ -196,12 +196,19 @@ fn counters_survive_a_takeover_and_not_a_restart() -> Result<()> {
     let folders = test_folders()?;
     let old = Running::serve(&mut begin(&folders)?)?;
     load(&folders)?;
-    let start = value(&metrics(&folders)?, START)?;
+    let before = metrics(&folders)?;
+    let start = value(&before, START)?;
     let mut new = Running::start(&mut taking_over(&folders)?)?;
     new.wait_for(TAKEN)?;
     old.finish()?.expect_code(0)?;
+    let after = wait_for_metrics(&folders)?;
+    for (sample, count) in counters(&before) {
+        let now = counters(&after).find(|(name, _)| *name == sample);
+        let now = now.with_context(|| format!("{sample} is gone"))?.1;
+        ensure!(now >= count, "{sample} was {count} and is {now}");
+    }
     load(&folders)?;
-    let text = wait_for_metrics(&folders)?;
+    let text = metrics(&folders)?;
     ensure!(value(&text, READS)? == 2 * REQUESTS, "{text}");
     ensure!(value(&text, START)? == start, "the start time has changed");
     new.signal(Signal::TERM)?;
@@ -211,6 +218,25 @@ fn counters_survive_a_takeover_and_not_a_restart() -> Result<()> {
     again.signal(Signal::TERM)?;
     again.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// All samples of counters and histograms, with their values.
+fn counters(text: &str) -> impl Iterator<Item = (&str, f64)> {
+    let kinds = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let grows = kinds.filter_map(|kind| {
+        let (name, kind) = kind.split_once(' ')?;
+        (kind != "gauge").then_some(name)
+    });
+    let grows: Vec<&str> = grows.collect();
+    text.lines().filter_map(move |line| {
+        let (sample, value) = line.rsplit_once(' ')?;
+        let name = sample.split('{').next()?;
+        let is_one = |family: &&str| {
+            let suffix = name.strip_prefix(*family);
+            suffix.is_some_and(|suffix| ["", "_bucket", "_sum", "_count"].contains(&suffix))
+        };
+        grows.iter().any(is_one).then_some((sample, value.parse().ok()?))
+    })
 }
 
 /// The metrics of a process that has just taken over: it listens when the old one has ended.

@@ -21,6 +21,7 @@ use super::closing::{Closing, NOT_CLOSED};
 use super::disk_change::DiskChange;
 use super::disk_locks::DiskLocks;
 use super::guest_turns::GuestTurns;
+use super::hand_over_state::ExportCounters;
 use super::order::ExportSetup;
 use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
@@ -84,6 +85,8 @@ pub(super) struct Export {
     memory_watch: MemoryWatch,
     /// The peaks since each [`StatsReader`] last read them.
     peaks: [Peaks; StatsReader::COUNT],
+    /// The counters of earlier processes.
+    pub(super) earlier: ExportCounters,
     /// The end of the pause after descriptors ran out.
     paused_until: Option<Instant>,
     pub(super) listener_is_ready: bool,
@@ -128,6 +131,7 @@ impl Export {
             waiting_is_logged: false,
             memory_watch: MemoryWatch::default(),
             peaks: Default::default(),
+            earlier: ExportCounters::default(),
             paused_until: None,
             session_is_ready: false,
             registration,
@@ -499,9 +503,9 @@ pub(super) mod tests {
     use std::os::unix::net::UnixStream;
 
     use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
-    use device::Device;
     use device::blk::config::BlkOptions;
     use device::scsi::config::ScsiOptions;
+    use device::{Device, QueueStats};
     use rustix::event::{Timespec, poll};
     use serde_json::json;
     use vhost_user::PassedFds;
@@ -514,6 +518,7 @@ pub(super) mod tests {
     use crate::control::stages::{FailedExport, Stages};
     use crate::spec::command::CommandError;
     use crate::spec::qos::{OnError, QosChange};
+    use crate::spec::stats::QueueServed;
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
 
     pub(in crate::control) struct Scene {
@@ -817,6 +822,12 @@ pub(super) mod tests {
         let totals = serde_json::to_string(&export.setup.device.totals()).unwrap();
         let totals = serde_json::from_str(&totals.replacen(":0", ":7", 1)).unwrap();
         export.setup.device.add_totals(totals);
+        export.earlier = serde_json::from_value(json!({
+            "throttled-ns": 1, "retried-ns": 2, "held-ns": 3,
+            "queues": [QueueServed::new(0, &QueueStats::default())],
+        }))
+        .unwrap();
+        export.earlier.queues[0].kicks = 8;
         export.begin_pause();
         run(&mut export);
         assert!(export.has_paused());
@@ -828,6 +839,8 @@ pub(super) mod tests {
         let (mut first, handed) = progress(&export, &mut fds);
         assert_eq!((&first["losses"], &first["flushed"]), (&json!([libc::EIO]), &json!([false])));
         assert!(first["totals"].to_string().contains(":7"), "{first}");
+        assert_eq!(first["counters"]["queues"][0]["kicks"], 8);
+        assert_eq!(first["counters"]["held-ns"], 3);
         let (setup, now) = (new.setup.take().unwrap(), Instant::now());
         let taken = Export::take_over((setup, handed), Waker::noop(), &mut fds, now).unwrap();
         assert!(taken.has_paused() && taken.is_connection_logged && taken.sessions == 7);

@@ -205,6 +205,7 @@ impl Export {
             flushed,
             debts,
             totals: Some(self.setup.device.totals()),
+            counters: Some(self.counters()),
             device,
             reservations,
         })
@@ -232,6 +233,7 @@ impl Export {
             disk.hand_over().set_debts(debts);
         }
         progress.totals.into_iter().for_each(|totals| export.setup.device.add_totals(totals));
+        export.earlier = progress.counters.unwrap_or_default();
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));

@@ -11,6 +11,7 @@ use vhost_user::{FdIndex, PassedFds, SessionState};
 
 use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
+use crate::spec::stats::QueueServed;
 
 /// An export, as far as it can be opened while the old process serves it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -68,9 +69,26 @@ pub(crate) struct ExportProgress {
     /// The counters of requests. `None`: the old process has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) totals: Option<RequestTotals>,
+    /// The other counters. `None`: the old process hands none over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) counters: Option<ExportCounters>,
     pub(super) device: DeviceState,
     /// The device's files with reservations.
     pub(super) reservations: Vec<Option<FdIndex>>,
+}
+
+/// The counters of an export, except the totals of its requests.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct ExportCounters {
+    /// The time in nanoseconds that requests have waited for limits, all of them together.
+    pub(super) throttled_ns: u64,
+    /// Like that, for a retry after the disk failed them.
+    pub(super) retried_ns: u64,
+    /// Like that, for space on the disk.
+    pub(super) held_ns: u64,
+    /// The queues that were started at least once.
+    pub(super) queues: Vec<QueueServed>,
 }
 
 impl HandedExport {
@@ -81,9 +99,14 @@ impl HandedExport {
 }
 
 impl ExportProgress {
-    /// Drops the counters, for a process that does not understand them.
+    /// Drops the totals of requests, for a process that does not understand them.
     pub(crate) fn forget_totals(&mut self) {
         self.totals = None;
+    }
+
+    /// Drops the other counters, for a process that does not understand them.
+    pub(crate) fn forget_counters(&mut self) {
+        self.counters = None;
     }
 }
 

@@ -10,17 +10,21 @@ use crate::control::hand_over_state::{ExportProgress, HandedExport, HandedOpenin
 use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
 use crate::spec::settings::SettingsChange;
+use crate::spec::stats::LoopStats;
 
 /// The format in which this version describes itself. Raise it whenever the stored sample is no
 /// longer understood, or written in another way, and store a new sample. Versions that do not fit
 /// are then refused before any queue stops.
-pub(crate) const FORMAT: u32 = 7;
-/// The format that lacks only the reasons for engines.
+pub(crate) const FORMAT: u32 = 8;
+/// The format that lacks only the counters beside the totals of requests.
+const WITHOUT_COUNTERS: u32 = 7;
+/// The format that lacks the reasons for engines besides.
 const WITHOUT_ENGINE_REASONS: u32 = 6;
-/// The format that lacks the counters besides.
-const WITHOUT_COUNTERS: u32 = 5;
+/// The format that lacks the totals of requests besides.
+const WITHOUT_TOTALS: u32 = 5;
 /// The formats that this version understands and writes, the best one first.
-pub(crate) const FORMATS: [u32; 3] = [FORMAT, WITHOUT_ENGINE_REASONS, WITHOUT_COUNTERS];
+pub(crate) const FORMATS: [u32; 4] =
+    [FORMAT, WITHOUT_COUNTERS, WITHOUT_ENGINE_REASONS, WITHOUT_TOTALS];
 
 /// The method that begins a takeover.
 pub(crate) const BEGIN: &str = "takeover";
@@ -104,6 +108,12 @@ pub(crate) struct PausedState {
     /// The start of the counters, in seconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) start_time: Option<u64>,
+    /// Takeovers that have failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) failed_takeovers: Option<u64>,
+    /// The counters of the IoThreads.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) iothreads: Vec<LoopStats>,
     /// The debts of groups' limits, by their names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) debts: BTreeMap<String, Vec<u64>>,
@@ -113,6 +123,10 @@ impl PausedState {
     /// Leaves out the parts that a process of this format does not understand.
     pub(crate) fn for_format(mut self, format: u32) -> Self {
         if format <= WITHOUT_COUNTERS {
+            (self.failed_takeovers, self.iothreads) = (None, Vec::new());
+            self.exports.iter_mut().for_each(ExportProgress::forget_counters);
+        }
+        if format <= WITHOUT_TOTALS {
             self.start_time = None;
             self.exports.iter_mut().for_each(ExportProgress::forget_totals);
         }
@@ -151,10 +165,15 @@ mod tests {
 
     const SAMPLE: &str = include_str!("format/sample.json");
     /// The samples of earlier formats.
+    const SAMPLE_7: &str = include_str!("format/sample-7.json");
     const SAMPLE_6: &str = include_str!("format/sample-6.json");
     const SAMPLE_5: &str = include_str!("format/sample-5.json");
-    const SAMPLES: [(&str, u32); 3] =
-        [(SAMPLE, FORMAT), (SAMPLE_6, WITHOUT_ENGINE_REASONS), (SAMPLE_5, WITHOUT_COUNTERS)];
+    const SAMPLES: [(&str, u32); 4] = [
+        (SAMPLE, FORMAT),
+        (SAMPLE_7, WITHOUT_COUNTERS),
+        (SAMPLE_6, WITHOUT_ENGINE_REASONS),
+        (SAMPLE_5, WITHOUT_TOTALS),
+    ];
 
     fn parsed<T: for<'a> Deserialize<'a>>(sample: &str, part: &str) -> (T, Value) {
         let sample: Value = serde_json::from_str(sample).unwrap();
@@ -170,7 +189,7 @@ mod tests {
             let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
             assert_eq!(serde_json::to_value(paused_state).unwrap(), stored, "format {format}");
         }
-        assert_eq!(FORMAT, 7, "the sample is of this format");
+        assert_eq!(FORMAT, 8, "the sample is of this format");
     }
 
     #[test]
@@ -186,12 +205,13 @@ mod tests {
             assert_eq!(written, stored, "format {format}");
         }
         for (formats, common) in [
-            (&[7, 6, 5][..], Some(7)),
+            (&[8, 7, 6, 5][..], Some(8)),
+            (&[7, 6, 5], Some(7)),
             (&[6, 5], Some(6)),
             (&[5], Some(5)),
-            (&[8, 7], Some(7)),
+            (&[9, 8], Some(8)),
             (&[4], None),
-            (&[8], None),
+            (&[9], None),
         ] {
             assert_eq!(common_format(formats), common, "{formats:?}");
         }

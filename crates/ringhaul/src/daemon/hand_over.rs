@@ -25,8 +25,9 @@ use crate::open::parallel::ParallelCalls;
 use crate::socket::{Endpoint, EndpointState};
 use crate::spec::command::CommandError;
 use crate::spec::settings::{PollLimits, SettingsChange};
+use crate::spec::stats::LoopStats;
 use crate::spec::{DiskSpec, EndpointSpec, ExportSettings, ExportSpec};
-use crate::threads::engines::choose;
+use crate::threads::engines::{Threads, choose};
 use crate::threads::shutdown::Event;
 
 /// The time that the release of all disks may take. The new process serves them already. Its
@@ -172,6 +173,19 @@ impl Daemon {
     /// Sets the start of the counters of the process from which this one takes over.
     pub(crate) fn set_start_time(&self, seconds: u64) {
         self.start_time.store(seconds, Ordering::Relaxed);
+    }
+
+    /// The counters of the IoThreads. None if the daemon has ended.
+    pub(crate) fn iothread_stats(&self) -> Vec<LoopStats> {
+        self.pool.lock().threads.as_ref().map(Threads::stats).unwrap_or_default()
+    }
+
+    /// Continues the counters of another process, except the counters of its exports.
+    pub(crate) fn continue_counters(&self, failed_takeovers: u64, iothreads: Vec<LoopStats>) {
+        self.failed_takeovers.fetch_add(failed_takeovers, Ordering::Relaxed);
+        if let Some(threads) = &mut self.pool.lock().threads {
+            threads.set_earlier(iothreads);
+        }
     }
 
     /// The debts of the limits of groups, by their names.

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::status::Served;
 
-/// All counters of a daemon. Each begins at 0 when its export, queue or thread begins.
+/// All counters of a daemon. Each begins at 0 when its export, queue or thread begins, and
+/// continues in a process that takes over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DaemonStats {

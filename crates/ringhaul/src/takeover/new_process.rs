@@ -166,6 +166,8 @@ impl Predecessor {
         daemon.take_over(expected, std::mem::take(&mut paused_state.exports), fds)?;
         daemon.add_group_debts(&paused_state.debts);
         paused_state.start_time.into_iter().for_each(|time| daemon.set_start_time(time));
+        let iothreads = std::mem::take(&mut paused_state.iothreads);
+        daemon.continue_counters(paused_state.failed_takeovers.unwrap_or(0), iothreads);
         let result = last()?;
         // No time-out: this process must know if the old one has received the request.
         self.receiver.stream().set_read_timeout(None)?;
@@ -376,8 +378,16 @@ mod tests {
     fn stop_and_leave(mut stream: &UnixStream, changes: &SettingsChange) {
         let mut lines = BufReader::new(stream).lines();
         let (of_file, exports, debts) = (None, Vec::new(), Default::default());
-        let (changes, start_time) = (changes.clone(), None);
-        let stands = PausedState { since_ns: 0, changes, of_file, exports, start_time, debts };
+        let stands = PausedState {
+            since_ns: 0,
+            changes: changes.clone(),
+            of_file,
+            exports,
+            start_time: None,
+            failed_takeovers: None,
+            iothreads: Vec::new(),
+            debts,
+        };
         for (method, says) in [(PAUSE, json!(stands)), (TAKE, json!({}))] {
             let request: Request = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
             assert_eq!(request.method, method);

@@ -148,8 +148,16 @@ fn stop(
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
     let (of_file, debts) = (daemon.config_exports(), daemon.group_debts());
     let start_time = Some(daemon.start_time());
-    let exports = paused.exports;
-    let paused_state = PausedState { since_ns, changes, of_file, exports, start_time, debts };
+    let paused_state = PausedState {
+        since_ns,
+        changes,
+        of_file,
+        exports: paused.exports,
+        start_time,
+        failed_takeovers: Some(daemon.failed_takeovers.load(Ordering::Relaxed)),
+        iothreads: daemon.iothread_stats(),
+        debts,
+    };
     conversation.answer(&paused_state.for_format(described.format), &paused.fds)?;
     drop(paused.fds);
     conversation.expect(TAKE, TAKE_MAX)?;

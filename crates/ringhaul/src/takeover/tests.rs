@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::{Args, FromArgMatches};
@@ -25,6 +26,7 @@ use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError, Removal, Reply, StatsReader};
 use crate::spec::process::SuccessorProgress;
 use crate::spec::settings::{Settings, SettingsChange};
+use crate::spec::stats::DaemonStats;
 use crate::spec::status::{ExportDetails, Served};
 use crate::testing::wait_until;
 
@@ -188,6 +190,13 @@ fn details(daemon: &Daemon) -> Vec<ExportDetails> {
     all
 }
 
+fn stats(daemon: &Daemon) -> DaemonStats {
+    match daemon.handle(Command::Stats(StatsReader::Control)) {
+        Ok(Reply::Stats(stats)) => *stats,
+        other => panic!("{other:?}"),
+    }
+}
+
 fn settings(daemon: &Daemon) -> Settings {
     match daemon.handle(Command::Set(SettingsChange::default())) {
         Ok(Reply::Settings(settings)) => settings,
@@ -205,6 +214,8 @@ fn every_visible_part_of_an_export_is_taken_over() {
     let debts = BTreeMap::from([("idle".to_owned(), vec![DEBT_NS])]);
     old.daemon.add_group_debts(&debts);
     old.daemon.set_start_time(1000);
+    old.daemon.failed_takeovers.store(3, Ordering::Relaxed);
+    let before = stats(&old.daemon);
     let of_file = vec![exports[1].status.spec.clone()];
     let list = of_file.clone();
     old.daemon.set_config_exports(move || list.clone());
@@ -234,7 +245,14 @@ fn every_visible_part_of_an_export_is_taken_over() {
     assert!(matches!(lost, CommandError::HandedOver(owner) if owner == process), "{lost:?}");
     let debt = new.group_debts()["idle"][0];
     assert!(debt > 0 && debt <= DEBT_NS, "{debt} ns");
-    assert_eq!(new.start_time(), 1000);
+    let after = stats(&new);
+    assert_eq!((after.start_time_seconds, after.failed_takeovers), (1000, 3));
+    for (before, after) in before.iothreads.iter().zip(&after.iothreads) {
+        assert!(before.turns > 0 && after.turns >= before.turns, "{before:?} {after:?}");
+    }
+    let queues = |stats: &DaemonStats| stats.exports[0].queues.iter().map(|q| q.served).collect();
+    let (before, after): (Vec<_>, Vec<_>) = (queues(&before), queues(&after));
+    assert_eq!(before, after, "the old process had started these");
     assert!(old.frontend.read(0, 8, 4096).unwrap() == [1; 4096]);
     // The old process no longer writes the state file, and refuses commands.
     assert!(old.daemon.handle(Command::Set(SettingsChange::default())).is_err());
@@ -311,9 +329,7 @@ fn a_takeover_that_fails_at_any_step_changes_nothing() {
         });
         assert!(error.unwrap().contains(expected), "{name}");
         assert_eq!((details(&old.daemon), settings(&old.daemon)), before, "{name}");
-        let stats = old.daemon.handle(Command::Stats(StatsReader::Control)).unwrap();
-        let Reply::Stats(stats) = stats else { panic!("{stats:?}") };
-        assert_eq!(stats.failed_takeovers, u64::from(number), "{name}");
+        assert_eq!(stats(&old.daemon).failed_takeovers, u64::from(number), "{name}");
         let start = Instant::now();
         old.frontend.write(0, 8, &[number; 4096]).unwrap();
         assert!(old.frontend.read(1, 8, 4096).unwrap() == [number; 4096], "{name}");

@@ -248,6 +248,8 @@ pub(crate) struct Threads {
     poll_limits: PollLimits,
     events: mpsc::Sender<Event>,
     watch: Arc<Lock<ThreadWatch>>,
+    /// The counters of threads in earlier processes.
+    earlier: Vec<LoopStats>,
 }
 
 impl Threads {
@@ -257,7 +259,16 @@ impl Threads {
         watch: Arc<Lock<ThreadWatch>>,
     ) -> Self {
         let poll_limits = args.poll_limits();
-        Self { args, running: None, all: Vec::new(), serves: false, poll_limits, events, watch }
+        Self {
+            args,
+            running: None,
+            all: Vec::new(),
+            serves: false,
+            poll_limits,
+            events,
+            watch,
+            earlier: Vec::new(),
+        }
     }
 
     /// Returns the threads in the order of their numbers, and starts them on the first call.
@@ -313,12 +324,22 @@ impl Threads {
         turns
     }
 
+    /// The counters of each thread, and of the threads of this name in earlier processes.
     pub(crate) fn stats(&self) -> Vec<LoopStats> {
         let threads = self.remotes().enumerate();
         let of = |(index, remote): (usize, &Remote)| {
-            LoopStats::new(format!("iothread-{index}"), remote.stats())
+            let mut stats = LoopStats::new(format!("iothread-{index}"), remote.stats());
+            if let Some(earlier) = self.earlier.iter().find(|thread| thread.name == stats.name) {
+                stats += earlier;
+            }
+            stats
         };
         threads.map(of).collect()
+    }
+
+    /// Sets the counters of threads in earlier processes.
+    pub(crate) fn set_earlier(&mut self, earlier: Vec<LoopStats>) {
+        self.earlier = earlier;
     }
 
     /// The CPUs that each thread may run on.

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use device::QueueHandle;
 use virtqueue::QueueLog;
 
-use super::{Change, Export, QueueState, units};
+use super::{Export, QueueState, units};
+use crate::control::Change;
 use crate::failure::Failure;
 use crate::guest::copy::Phase;
 use crate::rng::Rng;

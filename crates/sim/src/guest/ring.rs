@@ -30,11 +30,6 @@ pub(super) fn first_place(plan: &Plan) -> u16 {
     }
 }
 
-/// The driver's configuration of a ring.
-fn config(plan: &Plan, ring: Ring) -> QueueConfig {
-    ring.config(plan.event_idx > 0, plan.indirect > 0)
-}
-
 /// The base of a new ring.
 pub(crate) fn first_base(plan: &Plan) -> u32 {
     match plan.layout() {
@@ -65,8 +60,7 @@ pub(super) fn at_base(plan: &Plan, ring: Ring, base: u32) -> Ring {
 
 impl GuestRing {
     /// A driver that starts with an empty ring.
-    pub(super) fn new(plan: &Plan, memory: Memory, ring: Ring) -> Self {
-        let config = config(plan, ring);
+    pub(super) fn new(plan: &Plan, memory: Memory, config: QueueConfig) -> Self {
         match plan.layout() {
             RingLayout::Split => Split(Driver::new(memory, config)),
             RingLayout::Packed => Packed(PackedDriver::new(memory, config)),
@@ -145,9 +139,8 @@ impl GuestRing {
         }
     }
 
-    /// Moves the ring and its contents to the addresses in `ring`.
-    pub(super) fn move_to(&mut self, plan: &Plan, ring: Ring) {
-        let config = config(plan, ring);
+    /// Moves the ring and its contents to the addresses in `config`.
+    pub(super) fn move_to(&mut self, config: QueueConfig) {
         match self {
             Split(driver) => driver.move_to(config),
             Packed(driver) => driver.move_to(config),

@@ -1,5 +1,7 @@
 //! The details and the counters of an export.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::time::{Duration, Instant};
 
 use blockio::DiskSource;
@@ -9,6 +11,7 @@ use device::unit_address::UnitAddress;
 use vhost_user::Session;
 
 use super::Export;
+use crate::control::hand_over_state::ExportCounters;
 use crate::socket::peer::Peer;
 use crate::spec::UnitPlace;
 use crate::spec::command::StatsReader;
@@ -36,12 +39,8 @@ impl Export {
 
     /// The export's counters so far.
     pub(in crate::control) fn stats(&mut self, reader: StatsReader) -> ExportStats {
+        let ExportCounters { throttled_ns, retried_ns, held_ns, queues } = self.counters();
         let device = &self.setup.device;
-        let queues = (0..device.num_queues()).filter_map(|index| {
-            let stats = device.queue_stats(index)?;
-            Some(QueueServed::new(index, &stats))
-        });
-        let queues: Vec<_> = queues.collect();
         let load = self.session.as_ref().map(Session::load);
         let (depth, deepest) = load.map_or((0, 0), |load| (load.requests(), load.deepest()));
         let taken = device.take_peaks();
@@ -53,10 +52,31 @@ impl Export {
             operations: OperationStats::all(&device.totals(), peaks.longest_ns),
             depth: depth.into(),
             depth_peak: peaks.depth.max(deepest.into()),
-            throttled_ns: self.waited_ns(|times| times.throttled),
-            retried_ns: self.waited_ns(|times| times.retried),
-            held_ns: self.waited_ns(|times| times.held),
+            throttled_ns,
+            retried_ns,
+            held_ns,
             queues,
+        }
+    }
+
+    /// The counters of this process and of earlier ones, except the totals of requests.
+    pub(in crate::control) fn counters(&self) -> ExportCounters {
+        let device = &self.setup.device;
+        let started = (0..device.num_queues()).filter_map(|index| {
+            Some((index, QueueServed::new(index, &*device.queue_stats(index)?)))
+        });
+        let mut queues: BTreeMap<u16, QueueServed> = started.collect();
+        for earlier in &self.earlier.queues {
+            match queues.entry(earlier.index) {
+                Entry::Occupied(mut queue) => *queue.get_mut() += earlier,
+                Entry::Vacant(place) => drop(place.insert(earlier.clone())),
+            }
+        }
+        ExportCounters {
+            throttled_ns: self.earlier.throttled_ns + self.waited_ns(|times| times.throttled),
+            retried_ns: self.earlier.retried_ns + self.waited_ns(|times| times.retried),
+            held_ns: self.earlier.held_ns + self.waited_ns(|times| times.held),
+            queues: queues.into_values().collect(),
         }
     }
 
