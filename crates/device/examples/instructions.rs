@@ -249,8 +249,8 @@ impl Guest {
             false => (RingLayout::Split, 0),
             true => (RingLayout::Packed, PACKED_START),
         };
-        let region = InflightRegion::new(Arc::new(region), layout, 3, RING.size)?;
-        let inflight = is_marked.then(|| region.queue(0)).transpose()?;
+        let region = InflightRegion::new(Arc::new(region), 3, RING.size)?;
+        let inflight = is_marked.then(|| region.queue(0, layout)).transpose()?;
         let setup = QueueSetup {
             memory: Arc::clone(&memory),
             ring: Ring { next_avail: start, next_used: start, ..RING },

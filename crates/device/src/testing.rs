@@ -168,8 +168,8 @@ impl Scene {
     /// Makes queues that start from now on mark requests in an inflight region.
     pub(crate) fn mark_requests(&mut self) -> InflightAccount {
         let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        let account =
-            InflightRegion::new(region, RingLayout::Split, 1, RING.size).unwrap().queue(0).unwrap();
+        let region = InflightRegion::new(region, 1, RING.size).unwrap();
+        let account = region.queue(0, RingLayout::Split).unwrap();
         self.inflight.insert(account).clone()
     }
 

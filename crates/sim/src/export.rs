@@ -249,7 +249,9 @@ impl Export {
             memory: Arc::clone(&self.memory),
             ring: self.guest.ring(queue, base),
             inflight: self.region.as_ref().map(|region| {
-                region.queue(number(queue)).expect("the region has an account for each queue")
+                region
+                    .queue(number(queue), self.plan.layout())
+                    .expect("the region has an account for each queue")
             }),
             region_is_own: false,
             kick,

@@ -62,8 +62,7 @@ impl Region {
         let config = RegionConfig { guest_addr: 0, size, user_addr: 0, file, file_offset };
         let memory = GuestMemory::new(&[config], &MappingRules::default());
         let memory = Arc::new(memory.expect("the simulation needs memory"));
-        InflightRegion::new(memory, self.layout, queues, queue_size)
-            .expect("it was made for these queues")
+        InflightRegion::new(memory, queues, queue_size).expect("it was made for these queues")
     }
 
     /// The heads of marked requests of a queue.

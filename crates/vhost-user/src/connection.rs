@@ -339,7 +339,7 @@ impl Connection {
                 Ok(()) => self.begin(Change::Memory(memory)),
                 Err(refusal) => Outcome::Refuse(refusal),
             },
-            Purpose::Inflight(area) => match Inflight::new(area, self.layout(), memory) {
+            Purpose::Inflight(area) => match Inflight::new(area, memory) {
                 Ok(inflight) => self.begin(Change::Inflight(inflight)),
                 Err(error) => Outcome::Refuse(Refusal::needing_ack(error)),
             },
@@ -410,6 +410,7 @@ impl Connection {
                 self.status = 0;
                 if !keep_writeback {
                     (self.log, self.log_all) = (None, false);
+                    self.forget_accounts();
                     self.setup.device.reset();
                 }
             }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use device::Device;
-use device::blk::config::WRITEBACK_OFFSET;
+use device::blk::config::{F_RING_PACKED, WRITEBACK_OFFSET};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use virtqueue::{InflightError, InflightRegion, MAX_QUEUE_SIZE, RingLayout};
 
@@ -23,13 +23,9 @@ pub(super) struct Inflight {
 
 impl Inflight {
     /// The region that this memory holds.
-    pub(super) fn new(
-        area: InflightArea,
-        layout: RingLayout,
-        memory: SharedMemory,
-    ) -> Result<Self, InflightError> {
+    pub(super) fn new(area: InflightArea, memory: SharedMemory) -> Result<Self, InflightError> {
         let SharedMemory { map, files } = memory;
-        let region = InflightRegion::new(map, layout, area.queues, area.queue_size)?;
+        let region = InflightRegion::new(map, area.queues, area.queue_size)?;
         Ok(Self { region, area, files })
     }
 
@@ -53,7 +49,8 @@ impl Inflight {
     }
 }
 
-/// Makes a region for the queues of `area`, and a file that holds only this region.
+/// Makes a region for the queues of `area`, and a file that holds only this region. A later driver
+/// may choose another layout of its rings, so the region has room for all layouts that are offered.
 pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightArea, OwnedFd)> {
     let InflightArea { queues, queue_size, .. } = area;
     let count = device.num_queues();
@@ -64,7 +61,11 @@ pub(super) fn make(area: InflightArea, device: &Device) -> io::Result<(InflightA
         );
         return Err(invalid(text));
     }
-    let size = InflightRegion::bytes_with_note(device.layout(), queues, queue_size);
+    let longest = match device.features() & 1 << F_RING_PACKED {
+        0 => RingLayout::Split,
+        _ => RingLayout::Packed,
+    };
+    let size = InflightRegion::bytes_with_note(longest, queues, queue_size);
     let file = file_of(size)
         .map_err(|error| io::Error::other(format!("cannot make an inflight region: {error}")))?;
     Ok((InflightArea { size, file_offset: 0, ..area }, file))

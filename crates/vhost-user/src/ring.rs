@@ -131,7 +131,7 @@ impl RingState {
         thread: &Remote,
         waker: &Waker,
     ) -> io::Result<()> {
-        let setup = self.queue_setup(surroundings, index);
+        let setup = self.queue_setup(surroundings, index, device.layout());
         self.is_lost = setup.is_err();
         self.has_left &= !matches!(setup, Ok(Some(_)));
         let Some(setup) = setup? else { return Ok(()) };
@@ -146,6 +146,7 @@ impl RingState {
         &self,
         surroundings: Surroundings<'_>,
         index: u16,
+        layout: RingLayout,
     ) -> io::Result<Option<QueueSetup>> {
         let Surroundings { memory, inflight, log } = surroundings;
         let RingSettings { size, addresses, log: _, started, enabled, kick } = &self.settings;
@@ -161,7 +162,7 @@ impl RingState {
             memory: Arc::clone(memory),
             ring: self.ring(addresses, memory)?,
             inflight: inflight
-                .map(|(region, _)| region.queue(index))
+                .map(|(region, _)| region.queue(index, layout))
                 .transpose()
                 .map_err(io::Error::other)?,
             region_is_own: inflight.is_some_and(|(_, is_own)| is_own),

@@ -313,8 +313,7 @@ impl InflightState {
         };
         let Region { size, file_offset, .. } = file.region;
         let area = InflightArea { size, file_offset, queues, queue_size };
-        Inflight::new(area, setup.device.layout(), memory)
-            .map_err(|error| invalid(error.to_string()))
+        Inflight::new(area, memory).map_err(|error| invalid(error.to_string()))
     }
 }
 

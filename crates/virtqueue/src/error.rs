@@ -168,7 +168,8 @@ pub enum InflightError {
     },
     /// The memory ends before the last account does.
     #[error(
-        "an inflight region of {bytes} bytes; {queues} queues of {queue_size} entries take {needed}"
+        "the inflight region has {bytes} bytes, and {queues} queues of {queue_size} entries take \
+         {needed} with the features of the driver; the front-end must ask for another region"
     )]
     TooShort {
         /// Bytes of the memory.

@@ -40,18 +40,26 @@ impl Connection {
     /// Lets the front-end decide where a packed ring continues, now that it has stopped: the driver
     /// may have set it up again. The account of a split ring notices that by the used idx.
     pub(super) fn forget_own_account(&self, ring: usize) {
-        if self.layout() == RingLayout::Packed
+        let (index, layout) = (fits(ring, "the number of a queue"), self.layout());
+        if layout == RingLayout::Packed
             && let Some(own) = &self.own_region
-            && let Ok(account) = own.region.queue(fits(ring, "the number of a queue"))
+            && let Ok(account) = own.region.queue(index, layout)
         {
             account.forget();
         }
     }
 
+    /// Lets the front-end decide where all rings continue, because its driver has reset the device:
+    /// descriptors of new packed rings may look like a later state of the old ones.
+    pub(super) fn forget_accounts(&self) {
+        let regions = self.inflight.iter().chain(&self.own_region);
+        regions.for_each(|inflight| inflight.region.forget(self.layout()));
+    }
+
     fn lacks_region(&self) -> bool {
         self.keeps_own_region
             && self.inflight.is_none()
-            && self.own_region.as_ref().is_none_or(|own| own.region.layout() != self.layout())
+            && self.own_region.as_ref().is_none_or(|own| !own.region.has_room(self.layout()))
             && self.memory.map.num_regions() > 0
     }
 
@@ -65,6 +73,6 @@ impl Connection {
         let region = Region { guest_addr: 0, size: area.size, user_addr: 0, file_offset: 0 };
         let file = PeerFd::new(file, Arc::clone(&self.setup.examiner));
         let memory = SharedMemory::map(None, &[region], vec![file], &self.setup.rules)?;
-        Inflight::new(area, self.layout(), memory).map_err(|error| invalid(error.to_string()))
+        Inflight::new(area, memory).map_err(|error| invalid(error.to_string()))
     }
 }

@@ -1,6 +1,5 @@
 //! Rings start: the control ring after the request rings.
 
-use std::io;
 use std::ops::Range;
 
 use iomem::fits;
@@ -36,16 +35,8 @@ impl Connection {
         let thread = &threads[ring % threads.len()];
         let inflight = self.inflight.as_ref().map(|inflight| (&inflight.region, false));
         let own = self.own_region.as_ref().map(|inflight| (&inflight.region, true));
-        // The driver may have negotiated another layout since the region was made.
-        let region = inflight.or(own).map(|(region, is_own)| {
-            region.with_layout(device.layout()).map(|region| (region, is_own))
-        });
-        let region = match region.transpose() {
-            Ok(region) => region,
-            Err(error) => return keep_first(&mut self.failure, io::Error::other(error)),
-        };
-        let inflight = region.as_ref().map(|(region, is_own)| (region, *is_own));
-        let surroundings = Surroundings { memory: &self.memory.map, inflight, log };
+        let surroundings =
+            Surroundings { memory: &self.memory.map, inflight: inflight.or(own), log };
         let ring = &mut self.rings[ring];
         if let Err(error) = ring.begin_start(index, device, surroundings, thread, waker) {
             keep_first(&mut self.failure, error);

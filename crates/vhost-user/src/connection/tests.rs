@@ -4,6 +4,7 @@ mod effects;
 mod functions;
 mod hand_over;
 mod inflight;
+mod layouts;
 mod places;
 
 use std::os::fd::OwnedFd;
@@ -91,8 +92,7 @@ impl Scene {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let memory = rustix::fs::memfd_create("test", flags).unwrap();
         rustix::fs::ftruncate(&memory, MEMORY_BYTES).unwrap();
-        let peer_fd = None;
-        let mut scene = Self { io, device, examiner, connection, memory, peer_fd, woken };
+        let mut scene = Self { io, device, examiner, connection, memory, peer_fd: None, woken };
         let request = Request::SetProtocolFeatures(protocol_features);
         assert_eq!(scene.tell(&request, vec![]), Ended::Done);
         scene

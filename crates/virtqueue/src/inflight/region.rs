@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, compiler_fence};
 
+use crate::death::before_store;
 use crate::error::InflightError;
 use crate::memory::{GuestMemory, MAX_QUEUE_SIZE};
 
@@ -24,9 +25,14 @@ pub(super) const SPLIT_ENTRY_BYTES: usize = 16;
 pub(super) const PACKED_HEADER_BYTES: usize = 32;
 pub(super) const PACKED_ENTRY_BYTES: usize = 32;
 
-/// The note behind the accounts, where there is room: a mark that a note is there, and a byte.
+/// The note at the end of the region, where there is room behind the accounts: a mark that a byte
+/// is there, the byte, and the layout of the rings that used the accounts last.
 const NOTE_BYTES: u64 = 64;
 const NOTE_MARK: u64 = u64::from_le_bytes(*b"ringhaul");
+const NOTE_BYTE: u64 = 8;
+const NOTE_LAYOUT: u64 = 16;
+const SPLIT_MARK: u64 = u64::from_le_bytes(*b"of split");
+const PACKED_MARK: u64 = u64::from_le_bytes(*b"of packd");
 
 /// The layout of a ring. Accounts differ by layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,10 +44,12 @@ pub enum RingLayout {
 }
 
 /// The inflight region of a device, with an account for each of its queues.
+///
+/// A front-end may ask for it before its driver has chosen a layout, and keep it when the next
+/// driver chooses another. So a region has no layout; each start of a ring gives one.
 #[derive(Debug, Clone)]
 pub struct InflightRegion {
     memory: Arc<GuestMemory>,
-    layout: RingLayout,
     queues: u16,
     queue_size: u16,
 }
@@ -83,15 +91,17 @@ impl InflightRegion {
     /// Leaves a note for the next process, if there is room.
     pub fn set_note(&self, value: u8) {
         let Some(place) = self.place_of_note() else { return };
-        // The value comes first, so that the mark never stands without it. The memory is mapped.
-        let _ = self.memory.write(place + size_of::<u64>() as u64, &[value]);
-        compiler_fence(Ordering::SeqCst);
-        let _ = self.memory.write(place, &NOTE_MARK.to_ne_bytes());
+        // The value comes first, so that the mark never stands without it.
+        self.store(place + NOTE_BYTE, &[value]);
+        self.store(place, &NOTE_MARK.to_ne_bytes());
     }
 
+    /// The place of the note, behind the accounts of all layouts for which there is room.
     fn place_of_note(&self) -> Option<u64> {
-        let place = Self::bytes(self.layout, self.queues, self.queue_size);
-        (self.memory.bytes() >= place + NOTE_BYTES).then_some(place)
+        let place = self.memory.bytes().checked_sub(NOTE_BYTES)?;
+        let longest =
+            if self.has_room(RingLayout::Packed) { RingLayout::Packed } else { RingLayout::Split };
+        (place >= self.needed(longest)).then_some(place)
     }
 
     /// The region for `queues` rings of at most `queue_size` entries, which `memory` holds
@@ -99,52 +109,96 @@ impl InflightRegion {
     ///
     /// # Errors
     ///
-    /// If there are no queues, their size is not of a ring, or the memory is too short.
+    /// If there are no queues, their size is not of a ring, or the memory is too short for the
+    /// accounts of split rings, which are the shorter ones.
     pub fn new(
         memory: Arc<GuestMemory>,
-        layout: RingLayout,
         queues: u16,
         queue_size: u16,
     ) -> Result<Self, InflightError> {
         if queues == 0 || queue_size == 0 || queue_size > MAX_QUEUE_SIZE {
             return Err(InflightError::Shape { queues, queue_size });
         }
-        let needed = Self::bytes(layout, queues, queue_size);
-        let bytes = memory.bytes();
-        if bytes < needed {
-            return Err(InflightError::TooShort { bytes, needed, queues, queue_size });
-        }
-        Ok(Self { memory, layout, queues, queue_size })
+        let region = Self { memory, queues, queue_size };
+        region.check_room(RingLayout::Split)?;
+        Ok(region)
     }
 
-    /// Returns the same memory as a region for rings of this layout.
-    ///
-    /// # Errors
-    ///
-    /// If the memory is too short.
-    pub fn with_layout(&self, layout: RingLayout) -> Result<Self, InflightError> {
-        Self::new(Arc::clone(&self.memory), layout, self.queues, self.queue_size)
-    }
-
-    /// The layout of the rings.
+    /// Returns true if the memory is long enough for the accounts of rings of this layout.
     #[must_use]
-    pub fn layout(&self) -> RingLayout {
-        self.layout
+    pub fn has_room(&self, layout: RingLayout) -> bool {
+        self.check_room(layout).is_ok()
     }
 
-    /// Returns the account of queue `index`.
+    fn check_room(&self, layout: RingLayout) -> Result<(), InflightError> {
+        let (bytes, needed) = (self.memory.bytes(), self.needed(layout));
+        if bytes >= needed {
+            return Ok(());
+        }
+        let Self { queues, queue_size, .. } = *self;
+        Err(InflightError::TooShort { bytes, needed, queues, queue_size })
+    }
+
+    fn needed(&self, layout: RingLayout) -> u64 {
+        Self::bytes(layout, self.queues, self.queue_size)
+    }
+
+    /// Returns the account of queue `index` for a ring of this layout, which starts next. If rings
+    /// of another layout used the region before, all accounts become new: another driver has set up
+    /// the rings. Call it while no queue runs with a different layout.
     ///
     /// # Errors
     ///
-    /// If the region has no account for it.
-    pub fn queue(&self, index: u16) -> Result<InflightAccount, InflightError> {
-        let Self { layout, queues, queue_size, .. } = *self;
+    /// If the region has no account for the queue, or is too short for rings of this layout.
+    pub fn queue(&self, index: u16, layout: RingLayout) -> Result<InflightAccount, InflightError> {
+        let Self { queues, queue_size, .. } = *self;
         if index >= queues {
             return Err(InflightError::NoAccount { index, queues });
         }
+        self.check_room(layout)?;
+        self.take_up(layout);
         let memory = Arc::clone(&self.memory);
         let start = Self::bytes(layout, index, queue_size);
         Ok(InflightAccount { memory, layout, start, entries: queue_size })
+    }
+
+    /// Marks all accounts as new: their queues continue at their configured places. Call it while
+    /// no queue runs, and only after all requests are answered, or dropped by their driver.
+    pub fn forget(&self, layout: RingLayout) {
+        if !self.has_room(layout) {
+            return;
+        }
+        for index in 0..self.queues {
+            let start = Self::bytes(layout, index, self.queue_size);
+            self.store(start + OFFSET_VERSION, &[0; 2]);
+        }
+    }
+
+    fn store(&self, place: u64, bytes: &[u8]) {
+        before_store();
+        // The memory is mapped.
+        let _ = self.memory.write(place, bytes);
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Notes the layout of the rings, and forgets all accounts if it differs from the one before. A
+    /// process that dies in between leaves the earlier note, so the next process forgets them, too.
+    fn take_up(&self, layout: RingLayout) {
+        let Some(place) = self.place_of_note() else { return };
+        let (own, different) = match layout {
+            RingLayout::Split => (SPLIT_MARK, PACKED_MARK),
+            RingLayout::Packed => (PACKED_MARK, SPLIT_MARK),
+        };
+        let mut mark = [0; 8];
+        // The memory is mapped.
+        let _ = self.memory.read(place + NOTE_LAYOUT, &mut mark);
+        let mark = u64::from_ne_bytes(mark);
+        if mark == different {
+            self.forget(layout);
+        }
+        if mark != own {
+            self.store(place + NOTE_LAYOUT, &own.to_ne_bytes());
+        }
     }
 }
 

@@ -48,7 +48,7 @@ impl World {
         Self {
             driver: Driver::new(Arc::clone(&memory), RING),
             memory,
-            region: InflightRegion::new(region, RingLayout::Split, 2, SIZE).unwrap(),
+            region: InflightRegion::new(region, 2, SIZE).unwrap(),
             random: seed * 2 + 1,
             waiting: BTreeMap::new(),
             offered: 0,
@@ -63,7 +63,7 @@ impl World {
     }
 
     fn open(&self) -> Result<(SplitQueue, Recovery), QueueError> {
-        let account = self.region.queue(1).unwrap();
+        let account = self.region.queue(1, RingLayout::Split).unwrap();
         // The value from a front-end that knows nothing about the previous process.
         let next_avail = self.driver.ring().used_idx();
         let config = QueueConfig { next_avail, ..RING };
@@ -211,7 +211,7 @@ fn fresh() -> World {
 }
 
 fn account_of(world: &World) -> Account {
-    Account::map(&world.region.queue(1).unwrap()).unwrap()
+    Account::map(&world.region.queue(1, RingLayout::Split).unwrap()).unwrap()
 }
 
 #[test]
@@ -302,7 +302,7 @@ fn an_account_that_makes_no_sense_is_refused() {
         let size = if matches!(expected, InflightError::RingTooLong { .. }) { 16 } else { SIZE };
         let config = QueueConfig { size, ..RING };
         let memory = LocalMemory::new(Arc::clone(&world.memory));
-        let account = world.region.queue(1).unwrap();
+        let account = world.region.queue(1, RingLayout::Split).unwrap();
         let result = SplitQueue::with_inflight(memory, config, &account);
         assert_eq!(result.err(), Some(QueueError::Inflight(expected)));
     }
@@ -317,7 +317,7 @@ fn marks_beyond_the_ring_are_of_another_one() {
     account.mark(account.entry(7).unwrap(), 99);
     let config = QueueConfig { size: 4, ..RING };
     let memory = LocalMemory::new(Arc::clone(&world.memory));
-    let queue = world.region.queue(1).unwrap();
+    let queue = world.region.queue(1, RingLayout::Split).unwrap();
     let (_, recovery) = SplitQueue::with_inflight(memory, config, &queue).unwrap();
     assert_eq!(recovery, Recovery::Stale { requests: 3 });
     assert!(account.marks().is_empty());
@@ -330,8 +330,7 @@ fn a_region_has_room_for_its_accounts_and_for_no_others() {
     assert_eq!(InflightRegion::bytes(RingLayout::Split, 3, 128), 3 * (2048 + 64));
     assert_eq!(InflightRegion::bytes(RingLayout::Packed, 2, 128), 2 * (4096 + 64));
     let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-    let region =
-        |queues, size| InflightRegion::new(Arc::clone(&memory), RingLayout::Split, queues, size);
+    let region = |queues, size| InflightRegion::new(Arc::clone(&memory), queues, size);
     let longest = 0x1000 / 192;
     assert!(region(longest, 8).is_ok());
     let needed = u64::from(longest + 1) * 192;
@@ -345,14 +344,14 @@ fn a_region_has_room_for_its_accounts_and_for_no_others() {
             Some(InflightError::Shape { queues, queue_size })
         );
     }
-    let none = region(2, 8).unwrap().queue(2).err();
+    let none = region(2, 8).unwrap().queue(2, RingLayout::Split).err();
     assert_eq!(none, Some(InflightError::NoAccount { index: 2, queues: 2 }));
 }
 
 /// Opens an account for a ring of four entries, shorter than the account.
 fn open_short(world: &World, avail_idx: u16) -> (Inflight, Recovery) {
     let ring = RingState { size: 4, used_idx: 0, avail_idx };
-    Inflight::open(&world.region.queue(1).unwrap(), ring).unwrap()
+    Inflight::open(&world.region.queue(1, RingLayout::Split).unwrap(), ring).unwrap()
 }
 
 /// A mark there would be of no ring: the next process would forget all requests.
@@ -379,21 +378,91 @@ fn requests_of_the_previous_process_alone_are_recovered() {
     assert_eq!([0, 1, 2, 3].map(|head| inflight.is_recovered(head)), [true, false, true, true]);
 }
 
+/// The note stands behind the accounts of any layout that the region may have.
 #[test]
 fn a_note_is_for_the_next_process_if_there_is_room() {
-    let bytes = InflightRegion::bytes_with_note(RingLayout::Split, 2, SIZE);
-    for (bytes, has_room) in [(bytes, true), (bytes - 1, false)] {
+    let [split, packed] = [RingLayout::Split, RingLayout::Packed]
+        .map(|layout| InflightRegion::bytes_with_note(layout, 2, SIZE));
+    for (bytes, has_room) in [
+        (split, true),
+        (split - 1, false),
+        (packed, true),
+        (packed - 1, false),
+        (packed - 64, false),
+        (packed - 65, true),
+    ] {
         let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
-        let region =
-            || InflightRegion::new(Arc::clone(&memory), RingLayout::Split, 2, SIZE).unwrap();
+        let region = || InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
         assert_eq!(region().note(), None);
         for value in [0, 1, 7] {
             region().set_note(value);
-            assert_eq!(region().note(), has_room.then_some(value));
+            assert_eq!(region().note(), has_room.then_some(value), "{bytes}");
         }
         let ring = RingState { size: SIZE, used_idx: 0, avail_idx: 0 };
-        let account = region().queue(1).unwrap();
+        let account = region().queue(1, RingLayout::Split).unwrap();
         let (_, recovery) = Inflight::open(&account, ring).unwrap();
         assert!(matches!(recovery, Recovery::New), "a note is no part of an account");
     }
+}
+
+/// Otherwise requests of a driver that is gone would come again, or the account of one layout would
+/// be taken for that of another. The process may die at each store.
+#[test]
+fn accounts_are_new_when_the_layout_changes() {
+    let bytes = InflightRegion::bytes_with_note(RingLayout::Packed, 2, SIZE);
+    let versions = |memory: &GuestMemory, layout| {
+        [0, 1].map(|index| {
+            let mut version = [0; 2];
+            let start = InflightRegion::bytes(layout, index, SIZE);
+            memory.read(start + 8, &mut version).unwrap();
+            u16::from_ne_bytes(version)
+        })
+    };
+    let both = [RingLayout::Split, RingLayout::Packed];
+    for [first, second] in [both, [both[1], both[0]]] {
+        for stores in 0.. {
+            let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
+            let region = InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
+            region.queue(0, first).unwrap();
+            // The content means something to both layouts.
+            let content = vec![1; usize::try_from(bytes - 64).unwrap()];
+            memory.write(0, &content).unwrap();
+            region.queue(1, first).unwrap();
+            assert_eq!(versions(&memory, second), [0x101; 2], "its layout is the same");
+            death::after(Some(stores));
+            let died = catch_unwind(AssertUnwindSafe(|| region.queue(0, second).unwrap()));
+            death::after(None);
+            region.queue(1, second).unwrap();
+            assert_eq!(versions(&memory, second), [0; 2], "{first:?} {stores}");
+            memory.write(0, &content).unwrap();
+            region.queue(0, second).unwrap();
+            assert_eq!(versions(&memory, second), [0x101; 2], "the change is over");
+            if died.is_ok() {
+                assert_eq!(stores, 3, "two accounts and the note");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_region_is_forgotten_as_far_as_it_has_accounts() {
+    let bytes = InflightRegion::bytes_with_note(RingLayout::Split, 2, SIZE);
+    let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
+    let region = InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
+    assert!(region.has_room(RingLayout::Split) && !region.has_room(RingLayout::Packed));
+    assert!(matches!(region.queue(0, RingLayout::Packed), Err(InflightError::TooShort { .. })));
+    let ring = RingState { size: SIZE, used_idx: 0, avail_idx: 4 };
+    let open = |index| {
+        let account = region.queue(index, RingLayout::Split).unwrap();
+        Inflight::open(&account, ring).unwrap()
+    };
+    let recoveries = || [0, 1].map(|index| open(index).1);
+    [0, 1].into_iter().for_each(|index| open(index).0.seen([3, 1].into_iter()));
+    region.set_note(7);
+    region.forget(RingLayout::Packed);
+    assert_eq!(recoveries(), [Recovery::Known { requests: 2 }; 2]);
+    region.forget(RingLayout::Split);
+    assert_eq!(recoveries(), [Recovery::New; 2]);
+    assert_eq!(region.note(), Some(7));
 }

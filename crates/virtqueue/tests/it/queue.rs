@@ -126,8 +126,8 @@ fn the_next_head_in_order_is_that_of_the_oldest_chain() {
 fn the_next_head_in_order_of_a_killed_process_is_that_of_the_oldest_chain() {
     let mut ring = new_ring(4, false);
     let region = GuestMemory::anonymous(&[(0, 0x1000)]).unwrap();
-    let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 1, 4).unwrap();
-    let account = region.queue(0).unwrap();
+    let region = InflightRegion::new(Arc::new(region), 1, 4).unwrap();
+    let account = region.queue(0, RingLayout::Split).unwrap();
     let open = |ring: &Ring| {
         let memory = LocalMemory::new(Arc::clone(&ring.memory));
         SplitQueue::with_inflight(memory, ring.config, &account).unwrap().0

@@ -160,9 +160,9 @@ fn a_queue_whose_ring_is_gone_is_bad() {
 fn a_queue_whose_inflight_account_is_gone_is_bad() {
     let (mut ring, _files) = ring();
     let (config, file) = region(0, REGION);
-    let region = InflightRegion::new(Arc::new(map(&[config])), RingLayout::Split, 1, 8).unwrap();
+    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
-    let account = region.queue(0).unwrap();
+    let account = region.queue(0, RingLayout::Split).unwrap();
     let (mut queue, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
     ring.chain(0, &[(ISLAND, 16, F_WRITE)]);
     assert_eq!(pop(&mut queue).head, 0);
@@ -183,10 +183,14 @@ fn a_queue_whose_inflight_account_is_gone_is_bad() {
 fn an_inflight_account_that_is_gone_is_not_opened() {
     let (ring, _files) = ring();
     let (config, file) = region(0, REGION);
-    let region = InflightRegion::new(Arc::new(map(&[config])), RingLayout::Split, 1, 8).unwrap();
+    let region = InflightRegion::new(Arc::new(map(&[config])), 1, 8).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
     file.set_len(0).unwrap();
-    let opened = SplitQueue::with_inflight(memory, ring.config, &region.queue(0).unwrap());
+    let opened = SplitQueue::with_inflight(
+        memory,
+        ring.config,
+        &region.queue(0, RingLayout::Split).unwrap(),
+    );
     assert_eq!(opened.unwrap_err(), InflightError::Gone.into());
 }
 
@@ -195,8 +199,8 @@ fn an_inflight_account_that_is_gone_is_not_opened() {
 fn requests_of_an_earlier_process_survive_a_lost_region() {
     let (mut ring, files) = ring();
     let region = GuestMemory::anonymous(&[(0, REGION)]).unwrap();
-    let region = InflightRegion::new(Arc::new(region), RingLayout::Split, 1, 8).unwrap();
-    let account = region.queue(0).unwrap();
+    let region = InflightRegion::new(Arc::new(region), 1, 8).unwrap();
+    let account = region.queue(0, RingLayout::Split).unwrap();
     let memory = LocalMemory::new(Arc::clone(&ring.memory));
     let (mut before, _) = SplitQueue::with_inflight(memory, ring.config, &account).unwrap();
     for head in [2, 1, 0] {
@@ -219,8 +223,8 @@ fn requests_of_an_earlier_process_survive_a_lost_region() {
 fn requests_of_an_earlier_process_in_a_packed_ring_survive_a_lost_region() {
     let (ring, files) = ring();
     let region = GuestMemory::anonymous(&[(0, REGION)]).unwrap();
-    let region = InflightRegion::new(Arc::new(region), RingLayout::Packed, 1, 8).unwrap();
-    let account = region.queue(0).unwrap();
+    let region = InflightRegion::new(Arc::new(region), 1, 8).unwrap();
+    let account = region.queue(0, RingLayout::Packed).unwrap();
     let config = packed::config(8, true);
     let open = || {
         let memory = LocalMemory::new(Arc::clone(&ring.memory));

@@ -13,6 +13,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use super::super::super::channel::{Channel, MESSAGE_LIMIT};
 use super::super::super::session::{End, Session, SessionProgress};
 use super::super::super::session_state::SessionState;
+use super::inflight::SECOND_VERSION;
 use super::*;
 use crate::passed_fds::PassedFds;
 
@@ -133,8 +134,7 @@ fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
-    // The version of the second queue's account.
-    rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
+    rustix::io::pwrite(&file, &[77, 0], SECOND_VERSION).unwrap();
     let ended = go_on(&mut other, &mut session);
     assert!(
         matches!(&ended, SessionProgress::Ended(End::Dropped(why)) if why.contains("version 77")),

@@ -1,9 +1,12 @@
 //! Inflight regions, which front-ends keep, and the order in which queues start.
 
 use device::scsi::config::ScsiOptions;
+use virtqueue::InflightRegion;
 
 use super::*;
 
+/// The place of the version of the second account in a region for split rings of 128 entries.
+pub(super) const SECOND_VERSION: u64 = 2112 + 8;
 const BASE: u64 = protocol_feature::GET_VRING_BASE_INFLIGHT;
 const SKIP_DRAIN: u64 = protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
 
@@ -24,8 +27,9 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     let bring = |scene: &mut Scene, area: InflightArea| {
         scene.tell(&Request::SetInflightFd(area), vec![file.try_clone().unwrap()])
     };
+    let needed = InflightRegion::bytes(RingLayout::Split, QUEUES, area.queue_size);
     for wrong in [
-        InflightArea { size: area.size - 65, ..area },
+        InflightArea { size: needed - 1, ..area },
         InflightArea { queues: 0, ..area },
         InflightArea { file_offset: area.size, ..area },
     ] {
@@ -45,7 +49,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     }
     let version_of_second = || {
         let mut version = [0; 2];
-        rustix::io::pread(&file, &mut version, (area.size - 64) / 2 + 8).unwrap();
+        rustix::io::pread(&file, &mut version, SECOND_VERSION).unwrap();
         u16::from_ne_bytes(version)
     };
     assert_eq!(version_of_second(), 1, "its queue does not use it");
@@ -109,8 +113,7 @@ fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
     scene.start();
     // A map without the rings is a step of a longer change.
     assert_eq!(scene.tell(&Request::RemMemReg(region()), vec![]), Ended::Done);
-    // The version of the second queue's account.
-    rustix::io::pwrite(&file, &[77, 0], (area.size - 64) / 2 + 8).unwrap();
+    rustix::io::pwrite(&file, &[77, 0], SECOND_VERSION).unwrap();
     let memory = scene.memory();
     let ended = scene.tell(&Request::AddMemReg(region()), memory);
     assert!(matches!(&ended, Ended::Over(why) if why.contains("version 77")), "{ended:?}");

@@ -56,7 +56,7 @@ impl World {
         Self {
             driver: PackedDriver::new(Arc::clone(&memory), RING),
             memory,
-            region: InflightRegion::new(region, RingLayout::Packed, 2, ENTRIES).unwrap(),
+            region: InflightRegion::new(region, 2, ENTRIES).unwrap(),
             random: seed * 2 + 1,
             waiting: BTreeMap::new(),
             offered: 0,
@@ -72,7 +72,7 @@ impl World {
 
     /// Starts with the places of a front-end that knows nothing about the previous process.
     fn open(&self) -> Result<(PackedQueue, Recovery), QueueError> {
-        let account = self.region.queue(1).unwrap();
+        let account = self.region.queue(1, RingLayout::Packed).unwrap();
         let memory = LocalMemory::new(Arc::clone(&self.memory));
         PackedQueue::with_inflight(memory, RING, PACKED_START, &account)
     }
@@ -193,7 +193,7 @@ impl World {
 }
 
 fn account_of(world: &World) -> PackedAccount {
-    PackedAccount::map(&world.region.queue(1).unwrap()).unwrap()
+    PackedAccount::map(&world.region.queue(1, RingLayout::Packed).unwrap()).unwrap()
 }
 
 /// Runs processes until all steps are done. The first one dies before store `first`, later ones
@@ -363,7 +363,8 @@ fn an_account_that_changes_while_it_is_opened_keeps_its_requests() {
         life.queue.pop().unwrap().unwrap();
         drop(life);
         let account = account_of(&world);
-        let (left, start) = (Cell::new(stores), world.region.queue(1).unwrap().start);
+        let (left, start) =
+            (Cell::new(stores), world.region.queue(1, RingLayout::Packed).unwrap().start);
         let memory = Arc::clone(&account.memory);
         before_stores(Some(Rc::new(move || match left.get() {
             0 => {
