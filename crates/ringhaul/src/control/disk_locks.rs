@@ -208,6 +208,23 @@ mod tests {
         locks.release(5).unwrap();
         assert!(is_free(second.path()));
     }
+
+    /// The guest does not get the unit, so the next guest must not wait for its disk.
+    #[test]
+    fn a_unit_whose_disk_stays_locked_by_another_program_has_no_lock() {
+        let [first, second] = [disk(), disk()];
+        let locks = DiskLocks::default();
+        locks.add(FIRST, &late(first.path())).unwrap();
+        locks.take(1).unwrap();
+        let other = late(second.path()).late_lock().unwrap();
+        other.take(1).unwrap();
+        locks.add(SECOND, &late(second.path())).unwrap_err();
+        assert_eq!(locks.places(), [Some(FIRST)]);
+        locks.release(1).unwrap();
+        locks.take(2).unwrap();
+        assert!(locks.are_held());
+    }
+
     /// The first lock is taken for a user, while its front-end leaves and another one comes.
     #[test]
     fn an_attempt_that_outlives_its_turn_holds_nothing() {

@@ -232,7 +232,15 @@ pub(crate) mod tests {
         let access = Arc::<DiskAccess>::default();
         let place = ReservationStorage::File(reservations.to_owned());
         let _kept = access.store_reservations_later(place).unwrap();
-        let options = UnitOptions {
+        let locks = DiskLocks::default();
+        locks.add(PLACE, &source).unwrap();
+        let Device::Scsi(scsi) = &device else { unreachable!("it is one") };
+        scsi.add_unit(PLACE.address(), source, unit(serial, access)).unwrap();
+        GuestTurns::new(device, Arc::new(locks))
+    }
+
+    fn unit(serial: &str, access: Arc<DiskAccess>) -> UnitOptions {
+        UnitOptions {
             vendor: String::new(),
             product: String::new(),
             revision: String::new(),
@@ -245,12 +253,7 @@ pub(crate) mod tests {
             write_cache: true,
             access,
             port: [0x31; 8],
-        };
-        let locks = DiskLocks::default();
-        locks.add(PLACE, &source).unwrap();
-        let Device::Scsi(scsi) = &device else { unreachable!("it is one") };
-        scsi.add_unit(PLACE.address(), source, options).unwrap();
-        GuestTurns::new(device, Arc::new(locks))
+        }
     }
 
     fn refusal<T>(result: Result<T, impl ToString>) -> String {
@@ -293,6 +296,35 @@ pub(crate) mod tests {
         to.device.reset();
         to.take(3).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
+    }
+
+    /// One of two units is locked late, and the other one is not locked.
+    #[test]
+    fn reservations_are_left_with_the_last_unit_of_their_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let kept = r#"{"format": "ringhaul persistent reservations", "version": 1,
+            "registrations": [], "reservation": null}"#;
+        std::fs::write(&file, kept).unwrap();
+        let [here, there] = ["a", "a"].map(|serial| host(&disk, &file, serial));
+        let Device::Scsi(scsi) = &here.device else { unreachable!("it is one") };
+        let access = scsi.access(PLACE.address()).unwrap();
+        let second = UnitPlace { target: 0, lun: 1 };
+        let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let source = DiskSource::file(&disk, &options).unwrap();
+        let other = UnitOptions { port: [0x32; 8], ..unit("a", Arc::clone(&access)) };
+        scsi.add_unit(second.address(), source, other).unwrap();
+        let remove = |place: UnitPlace| {
+            scsi.remove_unit(place.address()).unwrap().close();
+            here.leave(&access);
+        };
+        here.take(1).unwrap();
+        remove(second);
+        let refused = refusal(there.begin(1));
+        assert!(refused.contains("uses the file"), "a unit still has the disk: {refused}");
+        remove(PLACE);
+        there.begin(1).unwrap();
     }
 
     /// The file is of another program.
