@@ -60,10 +60,18 @@ pub(crate) struct ControlSocket {
 }
 
 /// The number of requests in progress.
-#[derive(Default)]
 struct RequestsInProgress {
     count: Lock<usize>,
     decreased: Condvar,
+    /// The longest wait for the last one.
+    wait_max: Duration,
+}
+
+impl Default for RequestsInProgress {
+    fn default() -> Self {
+        let (count, decreased) = (Lock::default(), Condvar::new());
+        Self { count, decreased, wait_max: LAST_ANSWERS_MAX }
+    }
 }
 
 /// A request in progress.
@@ -75,9 +83,9 @@ impl RequestsInProgress {
         RequestGuard(self)
     }
 
-    /// Waits until no request is in progress, for at most `limit`.
-    fn wait(&self, limit: Duration) {
-        drop(self.count.wait_timeout_while(&self.decreased, limit, |count| *count > 0));
+    /// Waits until no request is in progress, for a bounded time.
+    fn wait(&self) {
+        drop(self.count.wait_timeout_while(&self.decreased, self.wait_max, |count| *count > 0));
     }
 }
 
@@ -125,7 +133,7 @@ impl ControlSocket {
     /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
     /// their pending requests first.
     pub(crate) fn hand_over(mut self) {
-        self.in_progress.wait(LAST_ANSWERS_MAX);
+        self.in_progress.wait();
         self.end_thread();
         // Dropping would remove the socket.
         std::mem::forget(self);
@@ -357,13 +365,21 @@ fn log_change(method: &str, export: Option<&str>, Peer { pid, uid, .. }: &Peer) 
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, Write};
     use std::time::Instant;
 
+    use clap::{Args, FromArgMatches};
     use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
+    use serde_json::json;
 
     use super::descriptors::send_line;
     use super::*;
+    use crate::daemon::format::{BEGIN, FORMATS, GIVE_UP, ProcessOptions};
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+    use crate::spec::settings::SettingsChange;
     use crate::testing::spawn_asleep;
+    use crate::threads::ownership::Refusal;
 
     /// Clients could otherwise use up the open files of the daemon.
     #[test]
@@ -377,15 +393,14 @@ mod tests {
             let access = Arc::new(Access::default());
             serve_client(ours, access, &Weak::new(), &in_progress, &quota)
         });
-        let named = serde_json::json!({ DESCRIPTORS: [{ "path": path }], "nonsense": 1 });
+        let named = json!({ DESCRIPTORS: [{ "path": path }], "nonsense": 1 });
         let call = |method: &str, params: &Value| {
-            serde_json::json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params })
-                .to_string()
+            json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string()
         };
         for line in [
             String::new(),
             "nonsense".to_owned(),
-            call("ping", &serde_json::json!({})),
+            call("ping", &json!({})),
             call("export.add", &named),
         ] {
             let end = |flags| open(&path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap();
@@ -410,9 +425,9 @@ mod tests {
                 .map(|more| disk(more).unwrap());
         for (method, params, expected) in [
             ("set", &Value::Null, true),
-            ("set", &serde_json::json!({}), true),
-            ("set", &serde_json::json!({ "log": "debug" }), false),
-            ("set", &serde_json::json!([]), false),
+            ("set", &json!({}), true),
+            ("set", &json!({ "log": "debug" }), false),
+            ("set", &json!([]), false),
             ("disk.set", &whole, true),
             ("disk.set", &unit, true),
             ("disk.set", &limits, false),
@@ -423,18 +438,115 @@ mod tests {
     }
 
     #[test]
-    fn the_last_answers_are_awaited() {
-        let (in_progress, limit) = (RequestsInProgress::default(), Duration::from_secs(60));
-        let start = Instant::now();
+    fn the_socket_is_left_after_the_last_answers() {
+        let (start, wait_max) = (Instant::now(), Duration::from_secs(60));
+        let in_progress =
+            Arc::new(RequestsInProgress { wait_max, ..RequestsInProgress::default() });
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let endpoint = Arc::new(Endpoint::bind(&path, "--control").unwrap());
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let socket = ControlSocket {
+            stop: Arc::new(stop),
+            thread: None,
+            in_progress: Arc::clone(&in_progress),
+            _endpoint: endpoint,
+        };
         std::thread::scope(|scope| {
             let requests = [in_progress.begin(), in_progress.begin()];
-            let waits = spawn_asleep(scope, || in_progress.wait(limit));
+            let leaves = spawn_asleep(scope, || socket.hand_over());
             for request in requests {
-                assert!(!waits.is_finished(), "a request is in progress");
+                assert!(!leaves.is_finished(), "a request is in progress");
                 drop(request);
             }
         });
-        assert!(start.elapsed() < limit, "a wake was lost");
+        assert!(start.elapsed() < wait_max, "a wake was lost");
+        assert!(path.exists(), "it belongs to the next process");
+    }
+
+    /// A daemon without exports, and a client of its control socket.
+    struct Scene {
+        daemon: Arc<Daemon>,
+        _ending: crate::daemon::Shutdown,
+        quota: ClientQuota,
+        served: Option<UnixStream>,
+        client: BufReader<UnixStream>,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+            let (daemon, ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+            let changes = SettingsChange::default();
+            let options = ProcessOptions { directory: "/".into(), arguments: vec![], changes };
+            daemon.set_process_options(options, None);
+            let (daemon, quota) = (Arc::new(daemon), ClientQuota::default());
+            let (served, client) = UnixStream::pair().unwrap();
+            let (served, client) = (Some(served), BufReader::new(client));
+            Self { daemon, _ending: ending, quota, served, client }
+        }
+
+        /// Serves the client until it leaves.
+        fn serve(&mut self) -> impl FnOnce() -> Result<()> + Send + use<> {
+            let (daemon, quota) = (Arc::downgrade(&self.daemon), self.quota.clone());
+            let stream = self.served.take().unwrap();
+            move || {
+                let (in_progress, access) = (RequestsInProgress::default(), Access::default());
+                serve_client(stream, access.into(), &daemon, &in_progress, &quota)
+            }
+        }
+
+        fn send(&mut self, method: &str, params: &Value) {
+            let line = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+            writeln!(self.client.get_mut(), "{line}").unwrap();
+        }
+
+        fn answer(&mut self) -> Value {
+            let mut line = String::new();
+            self.client.read_line(&mut line).unwrap();
+            serde_json::from_str(&line).unwrap()
+        }
+
+        /// The numbers of clients and of requests that wait.
+        fn taken(&self) -> (usize, usize) {
+            self.quota.taken(Role::Owner)
+        }
+    }
+
+    /// Processes that ask to take over could otherwise be any number.
+    #[test]
+    fn a_process_that_takes_over_has_the_place_of_a_client() {
+        let mut scene = Scene::new();
+        let inflight = [virtqueue::InflightRegion::VERSION];
+        let begin = json!({ "formats": FORMATS, "inflight-versions": inflight, "version": "" });
+        scene.send(BEGIN, &begin);
+        let serving = std::thread::spawn(scene.serve());
+        assert!(scene.answer()["result"].is_object());
+        assert_eq!(scene.taken(), (1, 0));
+        scene.send(GIVE_UP, &Value::Null);
+        assert!(serving.join().unwrap().is_err());
+        assert_eq!(scene.taken(), (0, 0));
+    }
+
+    /// Clients could otherwise use up all threads with requests that hang.
+    #[test]
+    fn a_request_has_its_place_for_as_long_as_it_waits() {
+        let mut scene = Scene::new();
+        scene.send("upgrade.wait", &json!({ "process": 7, "deadline-ms": 60_000 }));
+        let (waiting, answer) = std::thread::scope(|scope| {
+            let serving = spawn_asleep(scope, scene.serve());
+            let waiting = scene.taken();
+            drop(scene.daemon.ownership().begin_hand_over(7).unwrap());
+            let refusal = Refusal { why: "it is late".to_owned(), is_transient: true };
+            scene.daemon.ownership().refuse(7, refusal);
+            let answer = (scene.answer(), scene.taken());
+            scene.client.get_ref().shutdown(std::net::Shutdown::Write).unwrap();
+            serving.join().unwrap().unwrap();
+            (waiting, answer)
+        });
+        assert_eq!((waiting, answer.1), ((1, 1), (1, 0)));
+        assert_eq!(answer.0["error"]["message"], "it is late");
     }
 
     #[test]

@@ -68,6 +68,13 @@ impl ClientQuota {
         })?;
         Ok(ClientSlot { usage, role, _client: client, subscription: None })
     }
+
+    /// The numbers of clients of a role, and of their requests that wait.
+    #[cfg(test)]
+    pub(super) fn taken(&self, role: Role) -> (usize, usize) {
+        let Usage { clients, waiting, .. } = &self.0[role as usize];
+        (clients.load(Ordering::Relaxed), waiting.load(Ordering::Relaxed))
+    }
 }
 
 impl ClientSlot {

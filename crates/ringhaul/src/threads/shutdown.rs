@@ -61,10 +61,18 @@ pub(crate) fn wait_for_shutdown(
     events: &mpsc::Receiver<Event>,
     control: &Control,
 ) -> Result<Outcome> {
-    let mut is_stopping = false;
+    wait_with(events, control, FINISH_MAX)
+}
+
+/// Like [`wait_for_shutdown`], with this time after the failure of an IoThread.
+fn wait_with(
+    events: &mpsc::Receiver<Event>,
+    control: &Control,
+    finish_max: Duration,
+) -> Result<Outcome> {
+    let (mut is_stopping, mut leaves_at) = (false, None::<Instant>);
     // Asked by a cause that counts towards the second time; asked by any cause.
     let (mut is_asked, mut is_asked_once) = (false, false);
-    let mut leaves_at: Option<Instant> = None;
     let abandon = |outcome, is_asked| {
         let abandoned = control.abandon();
         // A fixed deadline: events that arrive in the meantime do not extend it.
@@ -103,7 +111,7 @@ pub(crate) fn wait_for_shutdown(
                 cause.name()
             }
             Ok(Event::ThreadFailed) => {
-                leaves_at.get_or_insert(Instant::now() + FINISH_MAX);
+                leaves_at.get_or_insert(Instant::now() + finish_max);
                 "an IoThread has failed"
             }
             Err(RecvTimeoutError::Timeout) => return abandon(Outcome::ThreadFailed, is_asked_once),
@@ -192,6 +200,29 @@ mod tests {
             sender.send(Event::Requested(cause)).unwrap();
         }
         assert_eq!(wait_for_shutdown(&events, &control).unwrap(), Outcome::Clean);
+    }
+
+    /// Threads that fail one after the other, perhaps for as long as the daemon runs.
+    #[test]
+    fn a_further_failure_of_a_thread_does_not_delay_the_end() {
+        let control = Control::start(|| {}).unwrap();
+        let (sender, events) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let fails = scope.spawn(move || {
+                let start = Instant::now();
+                while start.elapsed() < Duration::from_secs(30) {
+                    if sender.send(Event::ThreadFailed).is_err() {
+                        return true;
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                false
+            });
+            let outcome = wait_with(&events, &control, Duration::from_millis(100)).unwrap();
+            assert_eq!(outcome, Outcome::ThreadFailed);
+            drop(events);
+            assert!(fails.join().unwrap(), "it waits for the last failure");
+        });
     }
 
     /// A disk may be released late, for example because of a lock in a cluster. Until then, the new
