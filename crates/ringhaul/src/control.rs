@@ -37,6 +37,8 @@ use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::stats::ExportStats;
 use crate::spec::status::ExportDetails;
 use crate::spec::{ExportSpec, UnitPlace, UnitSpec};
+#[cfg(test)]
+pub(crate) use export::tests::Scene;
 use exports::{Exports, Order};
 use guest_turns::GuestTurns;
 use hand_over_state::{Described, ExportProgress, Paused};

@@ -19,7 +19,7 @@ struct State {
     locks: Vec<Placed>,
     /// The user for whom all disks are locked.
     holder: Option<u64>,
-    /// The highest number of a user whose use has ended.
+    /// The highest number of a user that has left.
     ended: u64,
     /// Locks of removed disks that may have lost data. They stay until the export ends.
     kept: Vec<Arc<LateLock>>,

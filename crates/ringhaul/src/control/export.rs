@@ -517,15 +517,15 @@ pub(super) mod tests {
     use crate::control::stages::tests::Removal;
     use crate::control::stages::{FailedExport, Stages};
     use crate::spec::command::CommandError;
-    use crate::spec::qos::{OnError, QosChange};
+    use crate::spec::qos::{LimitSpec, OnError, QosChange};
     use crate::spec::stats::QueueServed;
-    use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace};
+    use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace, UnitSpec};
 
-    pub(in crate::control) struct Scene {
+    pub(crate) struct Scene {
         _io: IoThread,
         disk: DiskSource,
         stages: Arc<Stages>,
-        setup: Option<ExportSetup>,
+        pub(crate) setup: Option<ExportSetup>,
     }
 
     impl Scene {
@@ -533,7 +533,7 @@ pub(super) mod tests {
             Self::on(DiskSource::null(1 << 20, &DiskOptions::default()).unwrap(), endpoint)
         }
 
-        fn on(disk: DiskSource, endpoint: Endpoint) -> Self {
+        pub(crate) fn on(disk: DiskSource, endpoint: Endpoint) -> Self {
             let config =
                 IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
             let io = IoThread::new(&config).unwrap();
@@ -799,6 +799,73 @@ pub(super) mod tests {
         export.begin_stop();
         let refused = describe(&export).unwrap_err();
         assert!(matches!(refused, CommandError::Busy(_, ExportState::Stopping)), "{refused:?}");
+    }
+
+    /// The next process would serve a resized disk with its old size, or a removed unit.
+    #[test]
+    fn an_export_whose_disks_change_is_not_handed_over() {
+        let socket = || Endpoint::Connection(UnixStream::pair().unwrap().0);
+        let (mut of_blk, mut of_scsi) = (Scene::new(socket()), Scene::new(socket()));
+        let (mut blk, mut scsi) = (of_blk.export(), scsi_export(&mut of_scsi));
+        let describe = |export: &Export| export.describe(&mut PassedFds::default()).map(drop);
+        let place = |lun| UnitPlace { target: 0, lun };
+        blk.begin_resize(None).map(drop).unwrap();
+        assert!(matches!(describe(&blk), Err(CommandError::DiskBusy(_))));
+        scsi.begin_resize(Some(place(1))).map(drop).unwrap();
+        assert!(matches!(describe(&scsi), Err(CommandError::UnitBusy(_, at)) if at == place(1)));
+        scsi.changing.clear();
+        scsi.begin_unit(place(0), UnitChange::Remove).map(drop).unwrap();
+        assert!(matches!(describe(&scsi), Err(CommandError::UnitBusy(_, at)) if at == place(0)));
+        scsi.changing.clear();
+        scsi.begin_unit(place(2), UnitChange::Add).map(drop).unwrap();
+        assert!(matches!(describe(&scsi), Ok(())), "its disk may take long to open");
+        assert!(scsi.block_hand_over(Some(place(2)), true));
+        assert!(matches!(describe(&scsi), Err(CommandError::UnitBusy(_, at)) if at == place(2)));
+    }
+
+    /// A command may have changed them since the start.
+    #[test]
+    fn a_new_unit_has_the_present_limits_of_its_group() {
+        let mut scene = Scene::new(Endpoint::Connection(UnixStream::pair().unwrap().0));
+        let mut export = scsi_export(&mut scene);
+        let limits = |iops: u64| -> LimitSpec {
+            serde_json::from_value(json!({ "group": "a", "iops-total": iops })).unwrap()
+        };
+        export.spec.settings.rules.limits = limits(5);
+        export.groups.join(&export.disks[0], &export.spec.settings.rules).unwrap();
+        let change = QosChange { limits: Some(limits(9)), ..QosChange::default() };
+        let place = |lun| UnitPlace { target: 0, lun };
+        export.set_rules(Some(place(0)), &change).unwrap();
+        let adding = export.begin_unit(place(2), UnitChange::Add).unwrap();
+        assert_eq!(adding.settings.rules.limits, limits(9));
+        // Its own limits are beside these, and hold for the whole group.
+        let unit = json!({ "lun": 2, "disk": { "null": { "size-bytes": 512 } },
+            "settings": { "limits": { "bps-total": 1 << 20 } } });
+        let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+        let unit: UnitSpec = serde_json::from_value(unit).unwrap();
+        export.groups.join(&disk, &unit.settings.rules(&adding.settings.rules)).unwrap();
+        assert!(export.add_unit(unit, disk, Instant::now()).is_none());
+        let all = LimitSpec { bps_total: Some(1 << 20), ..limits(9) };
+        assert_eq!(export.rules(0).limits, all);
+    }
+
+    /// Otherwise its watch reports the size again and again.
+    #[test]
+    fn a_size_that_was_reported_counts_as_known() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let options = DiskOptions { no_lock: true, late_lock: true, ..DiskOptions::default() };
+        let disk = DiskSource::file(file.path(), &options).unwrap();
+        let lock = disk.late_lock().unwrap();
+        let endpoint = Endpoint::Connection(UnixStream::pair().unwrap().0);
+        let export = Scene::on(disk, endpoint).export();
+        let known = || export.watched_disks()[0].size_bytes;
+        // Another host has enlarged it.
+        file.as_file().set_len(1 << 21).unwrap();
+        lock.take(1).unwrap();
+        assert_eq!((known(), export.status().size_bytes), (1 << 20, 1 << 21));
+        export.report_size(None);
+        assert_eq!(known(), 1 << 21);
     }
 
     /// State that is not handed over is lost.

@@ -28,9 +28,9 @@ pub(crate) struct GuestTurns {
 struct Turn {
     /// The user that has the turn.
     user: Option<u64>,
-    /// The highest number of a user whose turn has begun.
+    /// The highest number of a user with a turn that has begun.
     begun: u64,
-    /// The highest number of a user whose turn has ended.
+    /// The highest number of a user with a turn that has ended.
     ended: u64,
     /// The state at the end of the last turn.
     left: Option<MovedState>,
@@ -79,7 +79,7 @@ impl GuestTurns {
         state.filter(|_| self.device.negotiated().features() != 0)
     }
 
-    /// Drops a loaded state whose guest does not come.
+    /// Drops a loaded state if its guest does not come.
     pub(crate) fn forget(&self) {
         let mut turn = self.turn.lock();
         turn.next = None;
@@ -298,7 +298,7 @@ pub(crate) mod tests {
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
     }
 
-    /// One of two units is locked late, and the other one is not locked.
+    /// One unit is locked late, and a second one is not locked.
     #[test]
     fn reservations_are_left_with_the_last_unit_of_their_disk() {
         let folder = tempfile::tempdir().unwrap();

@@ -435,10 +435,12 @@ mod tests {
     use std::path::Path;
 
     use blockio::DiskOptions;
+    use blockio::testing::{Call, RemoteStub};
     use clap::{Args, FromArgMatches};
 
     use super::super::adding::tests::export;
     use super::*;
+    use crate::control::Scene;
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::qos::{LimitSpec, QosChange, QosSpec};
@@ -466,6 +468,78 @@ mod tests {
             let handed = daemon.hand_over_opening(opening, &mut PassedFds::default()).unwrap();
             assert_eq!(handed[0].spec.settings.rules.limits, limits(iops_total));
         }
+    }
+
+    /// A daemon with an export on this disk, and the front-end.
+    fn serving(disk: &RemoteStub) -> (Daemon, Scene, UnixStream) {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut scene = Scene::on(disk.clone().source(), Endpoint::Connection(ours));
+        daemon.control.serve(vec![scene.setup.take().unwrap()]).unwrap();
+        (daemon, scene, theirs)
+    }
+
+    /// The new process would read old data.
+    #[test]
+    fn a_disk_that_cannot_be_written_back_keeps_its_process() {
+        let disk = RemoteStub::new(&[0; 4096]);
+        let (daemon, _scene, _front_end) = serving(&disk);
+        let pause = || daemon.pause(daemon.describe().unwrap().generation);
+        pause().map(drop).unwrap();
+        assert_eq!(disk.take_calls(), [Call::WriteBack]);
+        disk.fail_write_back();
+        let refused = pause().map(drop).unwrap_err();
+        let CommandError::NotNow(why) = refused else { panic!("{refused:?}") };
+        assert!(format!("{why:#}").contains("its cache cannot be written"), "{why:#}");
+        assert!(daemon.ownership.await_ours().is_ok());
+        assert!(daemon.describe().is_ok(), "it has not resumed");
+    }
+
+    /// The new process waits for the lock of a cluster, and so do its guests.
+    #[test]
+    fn disks_are_released_once_they_belong_to_the_new_process() {
+        let disk = RemoteStub::new(&[0; 4096]);
+        let (daemon, _scene, _front_end) = serving(&disk);
+        let generation = daemon.describe().unwrap().generation;
+        let (paused, _) = daemon.pause(generation).unwrap();
+        let released = paused.commit().unwrap();
+        assert_eq!(disk.take_calls(), [Call::WriteBack]);
+        paused.release(7, UnixStream::pair().unwrap().0, released);
+        assert_eq!(disk.take_calls(), [Call::ReleaseLock]);
+        assert_eq!(daemon.ownership.wait_transferred(Duration::ZERO), Some(7));
+    }
+
+    /// The export may end and be added again. A process of an earlier version hands over no other
+    /// sockets.
+    #[test]
+    fn a_served_export_of_a_service_manager_keeps_its_socket() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let mut fds = PassedFds::default();
+        let socket = fds.put("socket", UnixListener::bind(&path).unwrap()).unwrap();
+        let spec: ExportSpec = serde_json::from_value(serde_json::json!({
+            "name": "vm", "endpoint": { "path": path },
+            "device": { "blk": { "null": { "size-bytes": 512 } } },
+        }))
+        .unwrap();
+        let disk = HandedDisk {
+            file: None,
+            size_bytes: 512,
+            engine: None,
+            engine_reason: None,
+            files: Vec::new(),
+        };
+        let endpoint = Some(EndpointState::Inherited { socket, was_blocking: false });
+        let handed = HandedExport { spec, disks: vec![disk], endpoint };
+        drop(daemon.expect(vec![handed], &mut fds).map_err(CommandError::into_error).unwrap());
+        let endpoint = daemon.inherited.listener("vm", &path).unwrap().expect("it is lost");
+        let _front_end = UnixStream::connect(&path).unwrap();
+        assert!(endpoint.accept().unwrap().is_ok(), "it is another socket");
     }
 
     /// The new process cannot open the socket of a service manager, or that of `--fd`, by itself.

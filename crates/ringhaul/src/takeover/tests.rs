@@ -1,5 +1,7 @@
 //! Takeovers between two daemons of this process: everything is handed over, or nothing changes.
 
+mod own_process;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(wait_for_shutdown(&events, &control).unwrap(), Outcome::Clean);
     }
 
-    /// Threads that fail one after the other, perhaps for as long as the daemon runs.
+    /// Threads may fail one by one, for as long as the daemon runs.
     #[test]
     fn a_further_failure_of_a_thread_does_not_delay_the_end() {
         let control = Control::start(|| {}).unwrap();
