@@ -89,6 +89,8 @@ impl ErrorCause {
             Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace,
             // The range is misaligned or beyond the end.
             Some(libc::EINVAL) => Self::Invalid,
+            Some(libc::EBADE) => Self::Reserved,
+            Some(libc::EBUSY) => Self::Unavailable,
             _ => Self::Disk,
         }
     }
@@ -297,6 +299,8 @@ mod tests {
             (libc::ENOSPC, ErrorCause::NoSpace),
             (libc::EDQUOT, ErrorCause::NoSpace),
             (libc::EINVAL, ErrorCause::Invalid),
+            (libc::EBADE, ErrorCause::Reserved),
+            (libc::EBUSY, ErrorCause::Unavailable),
             (libc::EIO, ErrorCause::Disk),
             (libc::ETIMEDOUT, ErrorCause::Disk),
         ] {

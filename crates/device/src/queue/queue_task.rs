@@ -939,6 +939,38 @@ mod tests {
         assert_eq!(data_budget.bytes(), 0);
     }
 
+    /// A queue with a bad ring takes nothing any longer.
+    #[test]
+    fn a_queue_whose_ring_is_bad_keeps_no_other_from_its_turn() {
+        let mut scenes = [Scene::new(), Scene::new(), Scene::new()];
+        let data_budget = Arc::new(DataBudget::new(1 << 20));
+        let gates = [(); 3].map(|()| Rc::new(Gate::default()));
+        let mut handles = Vec::new();
+        let mut heads = Vec::new();
+        for (scene, gate) in scenes.iter_mut().zip(&gates) {
+            scene.data_budget = Arc::clone(&data_budget);
+            handles.push(scene.start(Gated(Rc::clone(gate))));
+            heads.push(scene.offer(&large()));
+            scene.turn(10);
+        }
+        let popped = || gates.each_ref().map(|gate| gate.popped.get());
+        assert_eq!(popped(), [1, 0, 0]);
+        // The chain waits in the ring, and becomes endless.
+        let endless = Desc::writable(DATA, 8).then(heads[1]);
+        scenes[1].driver.ring().put_desc(heads[1], endless);
+        gates[0].open();
+        for _ in 0..20 {
+            scenes.iter().for_each(|scene| scene.turn(1));
+        }
+        assert_eq!(scenes[1].events.take().len(), 1);
+        assert_eq!(popped(), [1, 0, 1]);
+        gates[2].open();
+        for (scene, handle) in scenes.iter().zip(&handles) {
+            let _ = scene.wait(&handle.begin_final_stop());
+        }
+        assert_eq!(data_budget.bytes(), 0);
+    }
+
     /// No process would find requests in the region of a bad ring.
     #[test]
     fn a_queue_leaves_requests_only_in_a_region_of_a_sound_ring() {

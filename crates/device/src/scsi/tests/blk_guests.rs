@@ -8,11 +8,13 @@ use super::sharing::{hold, three, turn_until};
 use super::*;
 use crate::access::task_set::TaskId;
 use crate::blk::config::BlkOptions;
+use crate::stats::{ErrorCause, RequestKind};
 
 /// A guest with a virtio-blk device on the disk of initiators.
 pub(super) struct BlkGuest {
     pub(super) scene: Scene,
     source: DiskSource,
+    device: Device,
     queue: Option<QueueHandle>,
 }
 
@@ -33,7 +35,13 @@ impl BlkGuest {
         let device = Device::blk_with_access(source.clone(), BlkOptions::default(), access, events);
         device.set_features(split_features(&device)).unwrap();
         let queue = scene.start_queue_of(&device, 0);
-        Self { scene, source, queue: Some(queue) }
+        Self { scene, source, device, queue: Some(queue) }
+    }
+
+    /// Failed requests with these causes.
+    pub(super) fn errors<const N: usize>(&self, causes: [ErrorCause; N]) -> [u64; N] {
+        let totals = self.device.totals();
+        causes.map(|cause| RequestKind::ALL.map(|kind| totals[kind].errors_of(cause)).iter().sum())
     }
 
     pub(super) fn take_queue(&mut self) -> QueueHandle {

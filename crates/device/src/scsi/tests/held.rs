@@ -2,8 +2,8 @@
 
 use super::limits::compare_and_write;
 use super::sharing::{
-    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, read,
-    write,
+    ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, FAILURE, NEXUS_RESET, OK, RESET, UNIT_RESET,
+    read, write,
 };
 use super::*;
 use crate::queue::queue_setup::StopKind;
@@ -106,6 +106,22 @@ fn a_command_without_its_unit_can_be_aborted() {
         assert_eq!(initiator.end().response, response, "{function}");
         assert!(initiator.held().is_empty());
         assert_ne!(control.send(&[&initiator.scene], function), OK, "there is no unit");
+    }
+}
+
+/// The chains left in the ring may be carried out when it starts again.
+#[test]
+fn a_function_without_a_unit_is_not_complete_while_a_ring_is_bad() {
+    for function in [ABORT_TASK_SET, CLEAR_TASK_SET, UNIT_RESET, NEXUS_RESET] {
+        let mut initiator = Initiator::new();
+        initiator.begin_held(&read(), &[], 512);
+        let mut control = Control::start(&initiator.device);
+        initiator.scene.driver.ring().put_avail_idx(1000);
+        initiator.scene.kick();
+        initiator.scene.turn(10);
+        assert_eq!(initiator.held(), [(UNIT, 1)], "it still waits");
+        assert_eq!(control.send(&[&initiator.scene], function), FAILURE, "{function}");
+        assert!(initiator.held().is_empty());
     }
 }
 

@@ -5,11 +5,13 @@ use blockio::disk::{Limits, Rate, Rates};
 use super::blk_guests::{BLK_ERROR, BLK_OUT, BlkGuest};
 use super::sharing::{
     ABORT_TASK_SET, ABORTED, CLEAR_TASK_SET, Control, NEXUS_RESET, OK, RESET, UNIT_RESET, hold,
-    read, switch_cache, three, turn_until, write,
+    hold_with, read, switch_cache, three, turn_until, write,
 };
 use super::*;
+use crate::stats::ErrorCause;
 
 const RESERVATION_CONFLICT: u8 = 0x18;
+const CAUSES: [ErrorCause; 3] = [ErrorCause::Disk, ErrorCause::Reserved, ErrorCause::Unavailable];
 
 /// A limit of one byte per second, or none.
 pub(super) fn limit(is_slow: bool) -> Limits {
@@ -240,5 +242,27 @@ fn guests_of_virtio_blk_that_wait_for_limits_heed_reservations() {
     }
     guest.limit(&limit(false));
     assert_eq!(guest.end(), BLK_ERROR);
+    assert_eq!(guest.errors(CAUSES), [0, 1, 0]);
     assert_eq!(all[0].on_disk(0), [1; BLOCK]);
+}
+
+/// The initiator may have the disk for as long as its command waits for a retry.
+#[test]
+fn a_stop_ends_requests_that_have_waited_for_limits_and_wait_for_an_initiator() {
+    let mut all = three();
+    let mut guest = BlkGuest::beside(&all[0]);
+    guest.limit(&limit(true));
+    assert_eq!(guest.run(BLK_OUT, 1), 0);
+    guest.begin(BLK_OUT, 3);
+    guest.scene.turn(10);
+    let held = hold_with(&mut all, || guest.scene.turn(1));
+    held.set_owner_waits(true);
+    guest.limit(&limit(false));
+    guest.scene.turn(20);
+    let stopped = guest.take_queue().begin_final_stop();
+    guest.scene.wait(&stopped);
+    assert_eq!(guest.end(), BLK_ERROR);
+    assert_eq!(guest.errors(CAUSES), [0, 0, 1]);
+    assert_eq!(all[0].on_disk(0), [1; BLOCK]);
+    drop(held);
 }

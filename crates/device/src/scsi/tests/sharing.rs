@@ -90,6 +90,11 @@ pub(super) fn turn_until(all: &mut [Initiator], mut done: impl FnMut(&mut [Initi
 
 /// Takes the disk from all initiators, so that commands that begin wait.
 pub(super) fn hold(all: &mut [Initiator]) -> MediumGuard {
+    hold_with(all, || ())
+}
+
+/// Like [`hold`], with turns of more guests of the disk.
+pub(super) fn hold_with(all: &mut [Initiator], mut turn_more: impl FnMut()) -> MediumGuard {
     let access = all[0].access();
     let mut exclude = Box::pin(access.take_medium_anyway(TaskId::NONE));
     let mut exclusive = None;
@@ -98,6 +103,7 @@ pub(super) fn hold(all: &mut [Initiator]) -> MediumGuard {
         if let Poll::Ready(held) = exclude.as_mut().poll(&mut cx) {
             exclusive = Some(held);
         }
+        turn_more();
         exclusive.is_some()
     });
     exclusive.unwrap()
