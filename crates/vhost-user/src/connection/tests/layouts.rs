@@ -11,13 +11,13 @@ const SPLIT: u64 = F_PROTOCOL_FEATURES | 1 << 32;
 const PACKED: u64 = SPLIT | 1 << F_RING_PACKED;
 
 impl Scene {
-    fn get_region(&mut self) -> (InflightArea, OwnedFd) {
+    pub(super) fn get_region(&mut self) -> (InflightArea, OwnedFd) {
         let answer = self.tell(&Request::GetInflightFd(inflight_area()), vec![]);
         let Ended::Answer(body) = answer else { panic!("{answer:?}") };
         (InflightArea::decode(&body).unwrap(), self.peer_fd.take().unwrap())
     }
 
-    fn bring(&mut self, (area, file): &(InflightArea, OwnedFd)) -> Ended {
+    pub(super) fn bring(&mut self, (area, file): &(InflightArea, OwnedFd)) -> Ended {
         let file = file.try_clone().unwrap();
         self.tell(&Request::SetInflightFd(*area), vec![file])
     }
@@ -110,6 +110,11 @@ fn rings_that_do_not_fit_into_their_region_do_not_start() {
     assert!(text.contains("must ask for another region"), "{text}");
     assert!(scene.connection.rings.iter().all(RingState::is_stopped));
     assert_eq!(scene.run_driver(SPLIT), Ended::Done);
+    // Rings that run continue with the features that they have.
+    let refused = scene.tell(&Request::SetFeatures(PACKED | F_LOG_ALL), vec![]);
+    assert!(matches!(refused, Ended::Refused { needs_ack: true, .. }), "{refused:?}");
+    assert!(scene.connection.rings.iter().all(RingState::is_running));
+    assert_eq!(scene.connection.features(), SPLIT);
     scene.end();
 }
 

@@ -3,6 +3,8 @@
 use std::os::fd::AsFd;
 
 use blockio::disk::{Limits, Rate, Rates};
+use virtqueue::QueueConfig;
+use virtqueue::driver::{Desc, Driver};
 
 use super::*;
 
@@ -75,5 +77,49 @@ fn the_place_of_a_full_ring_is_unknown() {
     }
     assert_eq!(ring.next_avail_now(), None);
     assert_eq!(scene.connection.rings[1].next_avail_now(), Some(0));
+    scene.end();
+}
+
+/// A front-end that asks for a base by the plain message expects that all requests are answered.
+#[test]
+fn a_ring_answers_the_requests_that_it_has_left_before_it_gives_its_base() {
+    const REQUESTS: usize = 4;
+    let source = slow_disk();
+    let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
+    let device = Device::blk(source.clone(), options, Arc::new(LogEvents::new("test")));
+    let mut scene = Scene::of(device, PROTOCOL_FEATURES);
+    let region = scene.get_region();
+    assert_eq!(scene.bring(&region), Ended::Done);
+    scene.start();
+    let memory = Arc::clone(&scene.connection.memory.map);
+    let config = QueueConfig {
+        size: 16,
+        desc_table: GUEST_ADDR,
+        avail_ring: GUEST_ADDR + 0x1000,
+        used_ring: GUEST_ADDR + 0x2000,
+        event_idx: false,
+        indirect: false,
+        next_avail: 0,
+    };
+    let mut driver = Driver::new(memory, config);
+    let area = GUEST_ADDR + 0x4_0000;
+    let read = [Desc::readable(area, 16), Desc::writable(area + 0x1000, 513)];
+    for _ in 0..REQUESTS {
+        driver.add(&read, None);
+    }
+    driver.publish();
+    let kick = scene.connection.rings[0].settings.kick.clone().unwrap();
+    rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();
+    while scene.connection.rings[0].load().0.requests == 0 {
+        scene.io.turn(Wait::Never).unwrap();
+    }
+    let disable = Request::SetVringEnable { index: 0, value: 0 };
+    assert_eq!(scene.tell(&disable, vec![]), Ended::Done);
+    let answered = std::iter::from_fn(|| driver.take_used()).count();
+    assert!(answered < REQUESTS && scene.connection.rings[0].has_left, "they wait");
+    source.set_limits(&Limits::default()).unwrap();
+    let base = scene.tell(&Request::GetVringBase { index: 0 }, vec![]);
+    assert_eq!(base, Ended::Answer([0_u32, 4].map(u32::to_ne_bytes).concat()));
+    assert_eq!(answered + std::iter::from_fn(|| driver.take_used()).count(), REQUESTS);
     scene.end();
 }

@@ -34,6 +34,8 @@ struct Kept {
     state: Option<String>,
     fds: Vec<OwnedFd>,
     is_sent: bool,
+    /// How often a region of the daemon's own was stored.
+    regions: usize,
     /// The number of states and notes so far.
     moments: usize,
 }
@@ -67,6 +69,11 @@ impl FdSink for Mortal {
     fn put(&mut self, _: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
         self.begun.push(fd.try_clone_to_owned()?);
         Ok(FdIndex::new(self.begun.len() - 1))
+    }
+
+    fn put_new(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        self.kept.lock().unwrap().regions += usize::from(name == "own region");
+        self.put(name, fd)
     }
 }
 
@@ -253,7 +260,8 @@ fn run(death: (usize, bool)) -> (Vec<Vec<u8>>, usize) {
     assert_eq!(queues[0].state, QueueState::Running);
     assert!(session.connection.own_region.is_some());
     end(process, session);
-    let moments = kept.lock().unwrap().moments;
+    let Kept { moments, regions, .. } = *kept.lock().unwrap();
+    assert!(death != NEVER || regions == 1, "the region was stored {regions} times");
     (answers, moments)
 }
 
