@@ -491,7 +491,10 @@ mod tests {
 
     const ACK: [u8; 4] = [0, 0, 0, 1];
     const INFO: [u8; 4] = [0, 0, 0, 3];
+    const CONTEXT_REPLY: [u8; 4] = [0, 0, 0, 4];
     const UNSUPPORTED: [u8; 4] = [0x80, 0, 0, 1];
+    const FORBIDDEN: [u8; 4] = [0x80, 0, 0, 2];
+    const SHUTS_DOWN: [u8; 4] = [0x80, 0, 0, 7];
 
     /// An export of a MiB with these flags.
     fn export(flags: [u8; 2]) -> Vec<u8> {
@@ -640,6 +643,8 @@ mod tests {
         };
         let (bad_blocks, small_blocks) = (blocks(3, 0xff), blocks(1, 1));
         let endless = reply(7, INFO, &[0, 1]).repeat(REPLIES_MAX + 1);
+        let mut other_magic = reply(11, ACK, &[]);
+        other_magic[0] = 1;
         for (parts, expected) in [
             (&[&b"SSH-2.0-OpenSSH_9.2\r\n"[..]][..], "is not an NBD server"),
             (&[b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53"], "oldstyle protocol"),
@@ -653,6 +658,13 @@ mod tests {
             (&[GREETING, &simple, &bad_blocks], "sent invalid block sizes"),
             (&[GREETING, &simple, &small_blocks], "takes at most 256 bytes"),
             (&[GREETING, &simple, &endless], "sends too many replies"),
+            (&[b"NBDMAGICNOTANOPT\0\x03"], "is not an NBD server"),
+            (&[GREETING, &other_magic], "violates the NBD protocol"),
+            (&[GREETING, &reply(11, [0, 0, 0, 2], &[])], "violates the NBD protocol"),
+            (&[GREETING, &reply(11, CONTEXT_REPLY, &[])], "violates the NBD protocol"),
+            (&[GREETING, &reply(11, SHUTS_DOWN, b"bye")], "it is shutting down (its message: bye)"),
+            (&[GREETING, &reply(11, ACK, &[]), &reply(10, INFO, &[])], "violates the NBD protocol"),
+            (&[GREETING, &simple, &reply(7, CONTEXT_REPLY, &[])], "violates the NBD protocol"),
         ] {
             let error = shake(&mut Script::new(parts), Purpose::Serve).unwrap_err();
             assert!(error.contains(expected) && !error.contains('\n'), "{error}");
@@ -661,7 +673,37 @@ mod tests {
         huge[16..20].fill(0xff);
         let error = shake(&mut Script::new(&[GREETING, &huge]), Purpose::Serve).unwrap_err();
         assert!(error.contains("violates"), "{error}");
-        let mut script = Script::new(&[&reply(5, UNSUPPORTED, &[])]);
-        assert!(start_tls(&mut script).unwrap_err().contains("offers no TLS"));
+    }
+
+    #[test]
+    fn a_server_without_tls_is_refused_when_it_is_wanted() {
+        for (kind, expected) in [
+            (UNSUPPORTED, "offers no TLS; start it with TLS"),
+            (FORBIDDEN, "offers no TLS; start it with TLS"),
+            (SHUTS_DOWN, "the server rejected TLS: it is shutting down"),
+            (INFO, "violates the NBD protocol"),
+            (CONTEXT_REPLY, "violates the NBD protocol"),
+        ] {
+            let error = start_tls(&mut Script::new(&[&reply(5, kind, &[])])).unwrap_err();
+            assert!(error.contains(expected), "{kind:?}: {error}");
+        }
+        let mut script = Script::new(&[&reply(5, ACK, &[])]);
+        assert_eq!(start_tls(&mut script), Ok(()));
+        assert_eq!(script.received, option(5, &[]));
+    }
+
+    /// The old request for an export would open it.
+    #[test]
+    fn a_server_without_descriptions_is_not_asked_to_open_an_export() {
+        let simple = [reply(11, UNSUPPORTED, &[]), reply(8, UNSUPPORTED, &[])].concat();
+        let mut script = Script::new(&[
+            GREETING,
+            &simple,
+            &reply(6, UNSUPPORTED, &[]),
+            &export([0, 1])[2..],
+            &[0; 124],
+        ]);
+        let error = shake(&mut script, Purpose::Ask).unwrap_err();
+        assert!(error.contains("too old to describe its exports"), "{error}");
     }
 }

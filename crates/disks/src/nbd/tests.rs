@@ -7,6 +7,7 @@ mod flags;
 mod held;
 mod homes;
 mod large_reads;
+mod offers;
 mod rerouting;
 mod scripted;
 mod sizes;

@@ -263,6 +263,57 @@ fn bytes_of(result: isize) -> io::Result<usize> {
 mod tests {
     use super::*;
 
+    /// A list of memory in three ranges, which lie apart.
+    fn scattered(memory: &Buffers) -> Buffers {
+        let start = memory.iovecs()[0].iov_base;
+        let range = |at: usize, len| iovec { iov_base: start.wrapping_byte_add(at), iov_len: len };
+        let ranges = vec![range(0, 10), range(20, 5), range(40, 7)];
+        // SAFETY: the ranges are parts of `memory`, which the list keeps.
+        unsafe { Buffers::from_raw_parts(ranges.into(), memory.memory().clone()) }
+    }
+
+    /// A send or a receive may end within a range, and the next one continues there.
+    #[test]
+    fn parts_of_a_list_are_those_of_its_ranges() {
+        let list = scattered(&Buffers::from_vec(vec![0; 64]));
+        let start = list.iovecs()[0].iov_base.addr();
+        for (from, bytes, expected) in [
+            (0, 22, &[(0, 10), (20, 5), (40, 7)][..]),
+            (3, 19, &[(3, 7), (20, 5), (40, 7)]),
+            (3, 10, &[(3, 7), (20, 3)]),
+            (10, 6, &[(20, 5), (40, 1)]),
+            (12, 3, &[(22, 3)]),
+            (21, 1, &[(46, 1)]),
+            (22, 0, &[]),
+        ] {
+            let mut ranges = Ranges::new(Vec::new());
+            push_parts(&mut ranges, &list, from, bytes);
+            let found: Vec<_> = ranges
+                .iovecs
+                .iter()
+                .map(|range| (range.iov_base.addr() - start, range.iov_len))
+                .collect();
+            assert_eq!((&found[..], ranges.bytes), (expected, bytes), "{from} {bytes}");
+            let mut gathered = SendRanges(Ranges::new(Vec::new()));
+            gathered.push_memory(&list, from);
+            assert_eq!(gathered.0.bytes(), 22 - from);
+        }
+    }
+
+    /// TLS yields the bytes of a record in pieces of any length.
+    #[test]
+    fn ranges_are_filled_from_the_front_in_pieces_of_any_length() {
+        let bytes: Vec<u8> = (1..=30).collect();
+        for piece in [1, 3, 10, 11, 22, 30] {
+            let memory = Buffers::from_vec(vec![0; 64]);
+            let list = scattered(&memory);
+            let mut filled = IovecWriter { iovecs: list.iovecs(), at: 0 };
+            let taken: usize = bytes.chunks(piece).map(|piece| filled.take(piece)).sum();
+            assert_eq!((taken, list.to_vec()), (22, bytes[..22].to_vec()), "{piece}");
+            assert_eq!(memory.to_vec().iter().filter(|byte| **byte != 0).count(), 22, "{piece}");
+        }
+    }
+
     #[test]
     fn a_machine_is_silent_if_it_answers_no_probe() {
         let limit = Duration::from_secs(20);

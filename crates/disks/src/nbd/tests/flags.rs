@@ -120,7 +120,7 @@ fn parts_behind_a_failed_part_count_as_failed() {
     ] {
         let server = Server::start(MIB, FLAGS);
         server.change(|state| {
-            state.payload_max = Some(PART);
+            state.blocks = Some([1, 4096, PART]);
             state.holds = (WRITE, held);
             state.failing_flushes = flushes;
         });

@@ -15,6 +15,7 @@ use super::super::options::{NbdAddress, NbdOptions};
 /// Numbers of commands in the protocol.
 pub(super) const READ: u16 = 0;
 pub(super) const WRITE: u16 = 1;
+const DISCONNECT: u16 = 2;
 pub(super) const FLUSH: u16 = 3;
 pub(super) const TRIM: u16 = 4;
 pub(super) const ZEROES: u16 = 6;
@@ -58,8 +59,8 @@ pub(super) struct State {
     pub(super) cuts_read: bool,
     /// The bytes by which the export grows with each connection.
     pub(super) growth: usize,
-    /// The most bytes of a request, if it is announced.
-    pub(super) payload_max: Option<u32>,
+    /// The smallest, the preferred and the largest block, if they are announced.
+    pub(super) blocks: Option<[u32; 3]>,
     /// True to accept no further clients.
     pub(super) is_full: bool,
     /// True if zeroes take as long as data, so that fast ones are refused.
@@ -74,6 +75,8 @@ pub(super) struct State {
     /// The size that each connection got, which stays.
     sizes: BTreeMap<usize, u64>,
     pub(super) connections: usize,
+    /// The number of clients that have announced the end of their requests.
+    pub(super) disconnects: usize,
     /// The last answer, with its connection.
     last_answer: (usize, Vec<u8>),
     is_over: bool,
@@ -155,7 +158,7 @@ impl Server {
             fails: None,
             cuts_read: false,
             growth: 0,
-            payload_max: None,
+            blocks: None,
             is_full: false,
             is_slow_with_zeroes: false,
             events: Vec::new(),
@@ -165,6 +168,7 @@ impl Server {
             sockets: Vec::new(),
             sizes: BTreeMap::new(),
             connections: 0,
+            disconnects: 0,
             last_answer: (0, Vec::new()),
             is_over: false,
         };
@@ -363,6 +367,10 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
         drop(shared.wait_while(state, |state| state.stalls));
         let Some(request) = read_request(&mut stream, is_extended)? else { break };
         let mut state = shared.state();
+        if request.command == DISCONNECT {
+            state.disconnects += 1;
+            break;
+        }
         state.events.push(Event::Request(number, request.command));
         let before = state.seen.last().map(|seen| seen.0);
         state.seen.push((request.command, request.flags));
@@ -426,8 +434,8 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                     state = shared.wait_while(state, is_kept);
                 }
                 reply(3, &[&[0, 0][..], &size.to_be_bytes(), &flags].concat())?;
-                if let Some(most) = state.payload_max {
-                    let sizes = [1, 4096, most].map(u32::to_be_bytes).concat();
+                if let Some(blocks) = state.blocks {
+                    let sizes = blocks.map(u32::to_be_bytes).concat();
                     reply(3, &[&[0, 3][..], &sizes].concat())?;
                 }
                 reply(1, &[])?;
@@ -456,10 +464,6 @@ fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<O
         true => u64::from_be_bytes(take(stream)?),
         false => u32::from_be_bytes(take(stream)?).into(),
     };
-    // A disconnect is the end, too.
-    if command == 2 {
-        return Ok(None);
-    }
     let mut data = Vec::new();
     if command == WRITE {
         data.resize(usize::try_from(len).unwrap(), 0);

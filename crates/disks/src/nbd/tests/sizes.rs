@@ -128,9 +128,25 @@ fn the_size_from_the_only_connection_is_adopted() {
         (announced_size(&source), source.refresh().unwrap()),
         (2 * MIB as u64, 2 * MIB as u64)
     );
-    let refused = source.refresh().unwrap_err().to_string();
-    assert!(refused.contains("cannot receive from the server"), "nothing is news: {refused}");
+    let is_refused = || {
+        let refused = source.refresh().unwrap_err().to_string();
+        assert!(refused.contains("cannot receive from the server"), "nothing is news: {refused}");
+    };
+    is_refused();
     assert_eq!(Running::write(&thread, &disk, MIB as u64, 3).end(&thread), None);
+    // A size that the server was asked for is no news either.
+    server.change(|state| state.is_full = false);
+    let asked = source.refresh().unwrap();
+    server.change(|state| state.is_full = true);
+    is_refused();
+    assert_eq!(announced_size(&source), asked);
+    // No disk can have the next size.
+    server.change(|state| (state.is_full, state.growth) = (false, 100));
+    server.hang_up();
+    assert_eq!(read(&thread, &disk, 0), 2);
+    server.change(|state| state.is_full = true);
+    is_refused();
+    assert_eq!(announced_size(&source), asked + 100);
 }
 
 /// A flush on the next connection would not cover the write.

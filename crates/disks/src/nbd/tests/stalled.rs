@@ -41,7 +41,8 @@ fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn each_reduced_offer_is_refused() {
-    let server = Server::start(MIB, FLAGS);
+    let of_changes = [can::FUA, can::TRIM, can::WRITE_ZEROES, can::FAST_ZERO];
+    let server = Server::start(MIB, of_changes.iter().fold(FLAGS, |all, flag| all | flag));
     server.change(|state| state.is_extended = true);
     let shared = shared(&server);
     let then = shared.facts;
@@ -56,10 +57,14 @@ fn each_reduced_offer_is_refused() {
         (Facts { flags: flags | can::READ_ONLY, ..then }, true),
         (Facts { flags: flags & !can::FLUSH, ..then }, true),
         (Facts { flags: flags & !can::MULTI_CONN, ..then }, true),
-        (Facts { flags: flags | can::TRIM, ..then }, false),
+        (Facts { flags: flags | 1 << 15, ..then }, false),
         (Facts { size_bytes: then.size_bytes / 2, ..then }, false),
     ] {
         assert_eq!(check_not_less(&shared, &now).is_err(), is_less, "{now:?}");
+    }
+    for flag in of_changes {
+        let now = Facts { flags: flags & !flag, ..then };
+        assert!(check_not_less(&shared, &now).is_err(), "{flag:#x}");
     }
 }
 
