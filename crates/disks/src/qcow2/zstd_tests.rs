@@ -3,7 +3,9 @@
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
+use blockio::testing::RemoteStub;
 use blockio::{Disk, DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::TempDir;
@@ -201,4 +203,38 @@ fn a_damaged_frame_fails_only_its_own_reads() {
         file.write_all_at(&before, place + at).unwrap();
     }
     scene.check("image");
+}
+
+/// The next header would have a size that the disk never got.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_disk_keeps_its_size_if_its_growth_fails() {
+    const SECTORS: usize = 2085;
+    // Growth inside the last cluster, and beyond.
+    for more in [1, 9001] {
+        let Some(scene) = Scene::new("64k", SECTORS) else { return };
+        let mut content = std::fs::read(scene.path("image")).unwrap();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        let end = RemoteStub::exclusive(&content);
+        let layers = vec![Layer::qcow2(end.clone().source()).unwrap()];
+        let (info, source) = super::open_image(layers, false).unwrap();
+        let core = Arc::clone(&source.image.core);
+        let source = DiskSource::from_driver(info, Arc::new(source));
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        // The mark is set, and no change waits.
+        thread.block_on(disk.discard(0, 65_536)).unwrap().unwrap();
+        let before = (SECTORS * SECTOR) as u64;
+        let after = before + (more * SECTOR) as u64;
+        end.have_some_fail(1);
+        source.set_size(after, || ()).unwrap_err();
+        end.have_some_fail(0);
+        assert_eq!(core.order.disk_bytes(), Some(before), "{more}");
+        assert_eq!(source.info().size_bytes, before, "{more}");
+        source.set_size(after, || ()).unwrap();
+        assert_eq!(core.order.disk_bytes(), Some(after), "{more}");
+        drop((disk, source, core));
+        let again = Layer::qcow2(end.source()).unwrap();
+        assert_eq!(again.header.unwrap().size_bytes, after, "{more}");
+    }
 }

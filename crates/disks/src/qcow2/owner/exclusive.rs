@@ -97,3 +97,84 @@ impl Owner {
         grown.await.inspect_err(|_| order.set_disk_bytes(sizes.start))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::process::Command;
+    use std::rc::Rc;
+    use std::sync::Arc;
+
+    use blockio::testing::RemoteStub;
+    use blockio::{Activity, Disk, DiskSource, IoThread, IoThreadConfig, Wait};
+    use iomem::Buffers;
+
+    use crate::qcow2::owner::{Job, run_job_blocking};
+    use crate::qcow2::readers::{ReaderGuard, Readers};
+    use crate::qcow2::{Layer, open_image};
+
+    const BYTES: u64 = 128 << 10;
+
+    /// The file of an image with two compressed clusters. `None` without qemu-img.
+    fn compressed_image() -> Option<Vec<u8>> {
+        let folder = tempfile::tempdir().unwrap();
+        let [raw, image] = ["raw", "image"].map(|name| folder.path().join(name));
+        std::fs::write(&raw, vec![7; iomem::fits(BYTES, "bytes")]).unwrap();
+        let mut convert = Command::new("qemu-img");
+        convert.args(["convert", "-c", "-f", "raw", "-O", "qcow2"]).args([&raw, &image]);
+        if convert.status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return None;
+        }
+        let mut content = std::fs::read(&image).unwrap();
+        content.resize(content.len().next_multiple_of(4096), 0);
+        Some(content)
+    }
+
+    async fn change(disk: &Disk, kind: &str) -> std::io::Result<()> {
+        match kind {
+            "write" => Ok(disk.write(512, Buffers::from_vec(vec![1; 512]), false).await?),
+            "discard" => disk.discard(0, BYTES).await,
+            "unmap" => disk.write_zeroes(0, BYTES, true).await,
+            _ => disk.write_zeroes(0, BYTES, false).await,
+        }
+    }
+
+    /// Otherwise a request could read or write a place that another part of the disk has got.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_change_that_releases_space_waits_for_requests_in_progress() {
+        let Some(content) = compressed_image() else { return };
+        for kind in ["write", "discard", "unmap", "zero"] {
+            let end = RemoteStub::exclusive(&content);
+            let layers = vec![Layer::qcow2(end.source()).unwrap()];
+            let (info, source) = open_image(layers, false).unwrap();
+            let image = Arc::clone(&source.image);
+            let source = DiskSource::from_driver(info, Arc::new(source));
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let readers = Arc::new(Readers::default());
+            image.core.add_thread(thread.io().remote(), &readers);
+            let guard = ReaderGuard::new(&readers);
+            let (disk, ended) = (source.attach(thread.io()), Rc::new(Cell::new(false)));
+            let end_of_change = Rc::clone(&ended);
+            thread.io().spawn(async move {
+                change(&disk, kind).await.unwrap();
+                end_of_change.set(true);
+            });
+            let turn = || while thread.turn(Wait::Never).unwrap() == Activity::Ready {};
+            while guard.is_current_round() && !ended.get() {
+                turn();
+            }
+            // The owner has time for the whole change.
+            for _ in 0..100 {
+                run_job_blocking(&image.owner, Job::Open).unwrap();
+                turn();
+            }
+            assert!(!ended.get(), "{kind} has not waited");
+            drop(guard);
+            while !ended.get() {
+                turn();
+            }
+        }
+    }
+}
