@@ -86,3 +86,28 @@ fn a_durable_write_flushes_on_a_file_system_without_durable_writes() {
     assert_eq!(write_durably(false, false), (None, 1), "invariant 11");
     assert_eq!(write_durably(false, true), (Some(libc::EIO), 0), "invariant 11");
 }
+
+/// No later try could make good what was lost. With the policy alone it would be tried for ever.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_durable_write_is_not_tried_again_once_data_is_lost() {
+    for is_part in [false, true] {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(8192).unwrap();
+        let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let source = if is_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
+        source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..Default::default() });
+        source.hand_over().inherit(Some(libc::EIO), false);
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        let begun = async {
+            let mut write = pin!(disk.write(0, Buffers::aligned(4096, 4096), true));
+            std::future::poll_fn(|cx| Poll::Ready(write.as_mut().poll(cx))).await
+        };
+        let Poll::Ready(Err(unfinished)) = thread.block_on(begun).unwrap() else {
+            panic!("it waits for a second try: {is_part}");
+        };
+        assert_eq!(unfinished.error().raw_os_error(), Some(libc::EIO));
+        assert_eq!(source.retry_totals(), (0, None), "{is_part}");
+    }
+}

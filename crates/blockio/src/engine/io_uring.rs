@@ -447,8 +447,12 @@ impl AsFd for IoUring {
 mod tests {
     use super::*;
     use crate::executor::mailbox::{Mailbox, TaskKey};
+    use crate::executor::task::Owner;
     use crate::op::Slots;
+    use iomem::Buffers;
     use rustix::event::{EventfdFlags, eventfd};
+    use std::os::fd::OwnedFd;
+    use std::rc::Rc;
     use std::sync::Arc;
 
     /// The first of the descriptor numbers that nothing else here uses.
@@ -486,6 +490,47 @@ mod tests {
             now = engine.retry_at().unwrap_or(now);
         }
         assert_eq!(engine.retry_at(), None);
+    }
+
+    /// A discard waits for a write to the same page only in the pool, and a kernel that has no
+    /// discards in rings is not asked twice.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_discard_that_a_ring_refuses_goes_to_the_pool() {
+        let discard = OpKind::DiscardBlocks { len: 4096 };
+        let eio = -libc::EIO;
+        for (kind, result, goes_to_pool, has_discard) in [
+            (discard, UNSUPPORTED, true, false),
+            (discard, BUSY, true, true),
+            (discard, eio, false, true),
+            (discard, 0, false, true),
+            (OpKind::Flush, UNSUPPORTED, false, true),
+            (OpKind::Flush, BUSY, false, true),
+        ] {
+            let config = IoThreadConfig { depth: 16, ..IoThreadConfig::default() };
+            let mut engine = IoUring::new(&config, false, false).unwrap();
+            engine.has_discard = true;
+            let mailbox = Mailbox::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+            let mut threads = Threads::new(&Arc::new(mailbox));
+            let (mut slots, stats) = (Slots::new(16), Stats::default());
+            let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+            let file = IoFile::detached(Arc::new(file.into()));
+            let mut insert = |slots: &mut Slots, kind| {
+                let file = Rc::clone(&file);
+                let op = Op { kind, file, offset: 0, buffers: Buffers::empty() };
+                slots.insert(op, Owner::default())
+            };
+            let slot = insert(&mut slots, kind);
+            assert!(engine.queue(slot, slots.op(slot).unwrap()));
+            let (mut woken, now) = (Vec::<TaskKey>::new(), Instant::now());
+            let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
+            engine.complete(slot, result, &mut threads, &mut done);
+            assert_eq!(threads.queued() == 1, goes_to_pool, "{kind:?}: {result}");
+            assert_eq!(engine.queued(), 1, "{kind:?}: {result} goes to the ring again");
+            let next = insert(&mut slots, discard);
+            let is_taken = engine.queue(next, slots.op(next).unwrap());
+            assert_eq!(is_taken, has_discard, "a discard after {kind:?}: {result}");
+        }
     }
 
     #[test]
