@@ -515,7 +515,7 @@ mod tests {
             let (mut slots, stats) = (Slots::new(16), Stats::default());
             let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
             let file = IoFile::detached(Arc::new(file.into()));
-            let mut insert = |slots: &mut Slots, kind| {
+            let insert = |slots: &mut Slots, kind| {
                 let file = Rc::clone(&file);
                 let op = Op { kind, file, offset: 0, buffers: Buffers::empty() };
                 slots.insert(op, Owner::default())

@@ -236,6 +236,30 @@ mod tests {
         assert!(take(&mut progress, &asked, none).is_err());
     }
 
+    #[test]
+    fn the_first_error_of_several_is_the_result() {
+        let mut progress = Progress::default();
+        for error in [28, 5] {
+            assert_eq!(take(&mut progress, &READ, ReplyContent::Error(error)), Ok(Action::Nothing));
+        }
+        assert_eq!(progress.finish(&READ), Ok(Err(libc::ENOSPC)));
+    }
+
+    /// A server could claim much memory by single bytes that lie apart.
+    #[test]
+    fn a_read_comes_in_a_bounded_number_of_pieces() {
+        let request = Request { offset: 0, len: 1 << 20, ..READ };
+        let mut progress = Progress::default();
+        let mut place =
+            |offset| take(&mut progress, &request, ReplyContent::Data { offset, len: 1 });
+        for piece in 0..PIECES_MAX as u64 {
+            assert!(place(2 * piece).is_ok(), "{piece}");
+        }
+        assert!(place(2 * PIECES_MAX as u64).is_err());
+        assert!(place(1).is_ok(), "it joins two pieces");
+        assert!(place(2 * PIECES_MAX as u64).is_ok());
+    }
+
     proptest! {
         /// In any order, of any sizes: a read is complete when each byte has come once, and a byte
         /// that comes twice is noticed.

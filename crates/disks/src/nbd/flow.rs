@@ -477,10 +477,11 @@ mod tests {
     #[test]
     fn only_a_close_by_the_server_ends_its_requests() {
         let by = |errno| Broken::from_io_error("send to", &io::Error::from_raw_os_error(errno));
-        for errno in [libc::ECONNRESET, libc::EPIPE] {
+        for errno in [libc::ECONNRESET, libc::EPIPE, libc::ENOTCONN, libc::ECONNABORTED] {
             assert!(matches!(by(errno), Broken::Gone(_)), "{errno}");
         }
-        for errno in [libc::ETIMEDOUT, libc::EHOSTUNREACH, libc::ENETUNREACH] {
+        let cut = [libc::ETIMEDOUT, libc::EHOSTUNREACH, libc::ENETUNREACH];
+        for errno in cut.into_iter().chain([libc::EHOSTDOWN, libc::ENETDOWN]) {
             assert!(matches!(by(errno), Broken::Cut(_)), "{errno}");
         }
         let garbage = io::Error::new(io::ErrorKind::InvalidData, "no TLS");

@@ -268,12 +268,11 @@ impl Pipe {
                 let is_of_link = matches!(requests.slots[number].state,
                     State::Queued(of) | State::Sent(of) if of == index);
                 if is_of_link {
-                    let serial = requests.next_serial();
                     let slot = &mut requests.slots[number];
+                    // The serial stays: it also has the order after further breaks.
                     again.push((slot.serial, fits(number, "the requests of a disk")));
                     slot.is_flushing = false;
                     slot.progress = Progress::default();
-                    slot.serial = serial;
                     slot.state = State::Waiting;
                 }
             }

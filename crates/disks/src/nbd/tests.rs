@@ -1,6 +1,7 @@
 //! Servers that answer late, break off, and come back changed.
 
 mod abandoned;
+mod chunks;
 mod deadlines;
 mod durable;
 mod flags;

@@ -362,6 +362,55 @@ mod tests {
             &[0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 4],
         ]);
         assert_eq!(extended.as_bytes(), expected);
+        // Only data follows its request, and has the flag for that.
+        for (command, number) in [
+            (Command::Read, 0),
+            (Command::Disconnect, 2),
+            (Command::Flush, 3),
+            (Command::Trim, 4),
+            (Command::WriteZeroes, 6),
+            (Command::BlockStatus, 7),
+        ] {
+            let request = Request { command, flags: FLAG_FUA, offset: 0, len: 0 };
+            for framing in [Framing::Simple, Framing::Structured, Framing::Extended] {
+                let encoded = request.encode(0, framing);
+                assert_eq!(encoded.as_bytes()[4..8], [0, 1, 0, number], "{command:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_error_of_the_protocol_has_its_errno() {
+        for (error, expected) in [
+            (1, libc::EPERM),
+            (5, libc::EIO),
+            (12, libc::ENOMEM),
+            (22, libc::EINVAL),
+            (28, libc::ENOSPC),
+            (75, libc::EOVERFLOW),
+            (95, libc::EOPNOTSUPP),
+            (108, libc::ESHUTDOWN),
+            (0, libc::EIO),
+            (4, libc::EIO),
+        ] {
+            assert_eq!(errno(error), expected, "{error}");
+        }
+    }
+
+    /// Memory for received bytes is bounded.
+    #[test]
+    fn the_longest_reply_without_data_is_bounded() {
+        const EXTENDED_HEAD: u64 = 32;
+        let most = REPLY_BYTES_MAX as u64 - EXTENDED_HEAD;
+        for (len, expected) in [
+            (most, Ok(Parsed::Needs(REPLY_BYTES_MAX))),
+            (most + 1, Err(Violation("it sent a reply that is too long"))),
+            (u64::MAX, Err(Violation("it sent a reply that is too long"))),
+        ] {
+            let head = [0x6e, 0x8a, 0x27, 0x8c, 0, 1, 0x80, 1];
+            let bytes = bytes_of(&[&head, &[0; 16], &len.to_be_bytes()]);
+            assert_eq!(parse(&bytes, Framing::Extended), expected, "{len}");
+        }
     }
 
     /// Each reply is parsed from its bytes. Each beginning of them needs more.
@@ -442,6 +491,8 @@ mod tests {
             chunk([0, 1], 3, &[0; 3]),
             chunk([0, 2], 11, &[0; 11]),
             chunk([0, 2], 12, &[0; 12]),
+            chunk([0, 2], 13, &[1; 13]),
+            chunk([0, 5], 16, &[1; 16]),
             chunk([0, 5], 5, &[0; 5]),
             chunk([0, 7], 0, &[]),
             chunk([0x80, 1], 5, &[0; 5]),
@@ -450,6 +501,14 @@ mod tests {
             chunk([0, 0], 1, &[0]),
         ] {
             assert!(parse(&bytes, Framing::Structured).is_err(), "{bytes:?}");
+        }
+        // The number of extents is not the length.
+        for (count, payload) in [(1, [0; 36]), (3, [0; 36])] {
+            let head = [0x6e, 0x8a, 0x27, 0x8c, 0, 1, 0, 6];
+            let payload = bytes_of(&[&[0, 0, 0, 5, 0, 0, 0, count], &payload[4..]]);
+            let len = (payload.len() as u64).to_be_bytes();
+            let bytes = bytes_of(&[&head, &[0; 16], &len, &payload]);
+            assert!(parse(&bytes, Framing::Extended).is_err(), "{count}");
         }
         let simple = [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0];
         assert!(parse(&simple, Framing::Extended).is_err());

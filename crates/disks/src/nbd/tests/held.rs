@@ -118,8 +118,13 @@ fn requests_are_sent_again_in_the_order_in_which_they_came() {
     requests().links[0].sending.clear();
     // It has the slot of the first one.
     let third = scene.write(8192);
+    for _ in 0..3 {
+        assert_eq!(scene.pipe.link_is_down(0), 2);
+        assert_eq!(requests().waiting, [1, 0]);
+        scene.pipe.link_is_up(0, &scene.pipe.shared.facts);
+        assert_eq!(requests().links[0].sending, [1, 0]);
+    }
     assert_eq!(scene.pipe.link_is_down(0), 2);
-    assert_eq!(requests().waiting, [1, 0]);
     scene.pipe.fail(libc::EIO, None);
     drop((second, third));
 }

@@ -231,6 +231,26 @@ impl Server {
         });
     }
 
+    /// Carries out the requests that were put aside, and answers them by this connection.
+    pub(super) fn answer_held_by(&self, connection: usize) {
+        self.change(|state| {
+            for (_, request) in std::mem::take(&mut state.held) {
+                state.answer(connection, &request);
+            }
+        });
+    }
+
+    /// The cookies of the requests that were put aside. They are never answered by themselves.
+    pub(super) fn take_held(&self) -> Vec<[u8; 8]> {
+        let mut state = self.state();
+        std::mem::take(&mut state.held).into_iter().map(|(_, request)| request.cookie).collect()
+    }
+
+    /// Sends bytes by a connection.
+    pub(super) fn send(&self, connection: usize, bytes: &[u8]) {
+        self.state().send(connection, bytes);
+    }
+
     /// The server's end of a connection.
     pub(super) fn socket(&self, connection: usize) -> OwnedFd {
         let state = self.state();
