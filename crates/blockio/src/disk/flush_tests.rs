@@ -91,11 +91,17 @@ fn a_durable_write_flushes_on_a_file_system_without_durable_writes() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_durable_write_is_not_tried_again_once_data_is_lost() {
-    for is_part in [false, true] {
+    for (is_part, is_limited) in [(false, false), (false, true), (true, false), (true, true)] {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(8192).unwrap();
         let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
         let source = if is_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
+        if is_limited {
+            // Far above the write, which then goes another way.
+            let total = Some(Rate { per_second: 1 << 40, burst: None });
+            let bytes = Rates { total, ..Rates::default() };
+            source.set_limits(&Limits { bytes, ..Limits::default() }).unwrap();
+        }
         source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..Default::default() });
         source.hand_over().inherit(Some(libc::EIO), false);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
@@ -105,9 +111,9 @@ fn a_durable_write_is_not_tried_again_once_data_is_lost() {
             std::future::poll_fn(|cx| Poll::Ready(write.as_mut().poll(cx))).await
         };
         let Poll::Ready(Err(unfinished)) = thread.block_on(begun).unwrap() else {
-            panic!("it waits for a second try: {is_part}");
+            panic!("it waits for a second try: {is_part}, {is_limited}");
         };
         assert_eq!(unfinished.error().raw_os_error(), Some(libc::EIO));
-        assert_eq!(source.retry_totals(), (0, None), "{is_part}");
+        assert_eq!(source.retry_totals(), (0, None), "{is_part}, {is_limited}");
     }
 }

@@ -186,6 +186,11 @@ fn an_older_answer_does_not_replace_a_newer_one() {
         (announced_size(&source), source.refresh().unwrap()),
         (2 * MIB as u64, 2 * MIB as u64)
     );
+    // No disk can have this size.
+    server.change(|state| state.content.resize(2 * MIB + 100, 0));
+    let refused = source.refresh().unwrap_err().to_string();
+    assert!(refused.contains("not a multiple of the logical block of 512"), "{refused}");
+    assert_eq!(announced_size(&source), 2 * MIB as u64);
     // A later answer may be smaller.
     server.change(|state| state.content.truncate(MIB));
     assert_eq!((source.refresh().unwrap(), announced_size(&source)), (MIB as u64, MIB as u64));
