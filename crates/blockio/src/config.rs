@@ -195,7 +195,8 @@ pub struct IoThreadConfig {
     /// The longest time of busy-polling before the loop sleeps; zero for none. It polls only while
     /// that pays: for ops, while the CPU time is worth the latency that it saves.
     pub poll_max: Duration,
-    /// The share of the time in percent, 0 to 100, that may go into busy-polling.
+    /// The CPU time in percent, 0 to 100, that busy-polling for a lower latency may add to an op;
+    /// 100 sets no bound. Polling that takes less CPU time than a sleep is outside the budget.
     pub poll_budget_percent: u32,
     /// The time slice of the thread that sets the loop up, for times when other threads want its
     /// CPU. With a short slice it gets the CPU back sooner and gives it away sooner. Zero keeps the
@@ -255,7 +256,7 @@ impl IoThreadConfig {
     /// its IOPS were 1.3 times the figure with the kernel's 1,400 µs (two CPUs).
     pub const SLICE_US: u32 = 300;
     /// The default of [`poll_budget_percent`](Self::poll_budget_percent).
-    pub const POLL_BUDGET_PERCENT: u8 = 100;
+    pub const POLL_BUDGET_PERCENT: u8 = 10;
 }
 
 #[cfg(test)]

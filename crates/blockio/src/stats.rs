@@ -364,6 +364,14 @@ impl Stats {
         self.submit.set(0);
     }
 
+    /// The ops of all kinds that were answered.
+    pub(crate) fn ops(&self) -> u64 {
+        [&self.read, &self.write, &self.flush, &self.deallocate]
+            .map(|kind| kind.ops.get())
+            .iter()
+            .sum()
+    }
+
     /// Counts a time of busy-polling that has `found` an event or nothing.
     #[inline]
     pub(crate) fn record_poll(&self, time: Duration, found: bool) {

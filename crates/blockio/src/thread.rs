@@ -5,6 +5,7 @@ pub(crate) mod fairness;
 pub(crate) mod foreign_op;
 pub(crate) mod io;
 pub(crate) mod io_state;
+mod poll_budget;
 pub(crate) mod poll_window;
 pub(crate) mod reactor;
 pub(crate) mod registered;

@@ -251,7 +251,8 @@ pub struct ServeArgs {
           value_name = "US", default_value_t = IoThreadConfig::POLL_MAX_US,
           value_parser = clap::value_parser!(u16).range(0..=i64::from(POLL_MAX_US)))]
     pub poll_max_us: u16,
-    /// The share of an IoThread's time in percent, 1 to 100, that may go into busy-polling.
+    /// The CPU time in percent, 1 to 100, that busy-polling may add to an operation. 100 sets no
+    /// bound: the lowest latency.
     #[arg(help_heading = "Threads and engines", long,
           value_name = "PERCENT", default_value_t = IoThreadConfig::POLL_BUDGET_PERCENT,
           value_parser = clap::value_parser!(u8).range(1..=100))]

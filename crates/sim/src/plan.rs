@@ -90,7 +90,7 @@ knobs! {
     own_loop: 0,
     /// The most microseconds of busy-polling of an IoThread in its own loop.
     poll_us: 0,
-    /// The share of the time in percent that may go into busy-polling; zero is all of it.
+    /// The CPU time in percent that busy-polling may add to an op; zero sets no bound.
     poll_percent: 0,
     /// No harvest right after a submit.
     no_harvest_on_submit: 0,

@@ -241,8 +241,8 @@ impl Io {
         Ok(is_new)
     }
 
-    /// Sets the limits of busy-polling from now on: the longest time, and the share of the time in
-    /// percent. The initial limits are in [`IoThreadConfig`](crate::IoThreadConfig).
+    /// Sets the limits of busy-polling from now on: the longest time, and the CPU time in percent
+    /// that it may add to an op. [`IoThreadConfig`](crate::IoThreadConfig) has the initial limits.
     pub fn set_poll_limits(&self, max: Duration, budget_percent: u32) {
         self.poll_window.set_limits(max, budget_percent);
     }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::file::ab_test::{AbTest, Step};
+use crate::thread::poll_budget::PollBudget;
 
 /// The first window, when polling for sources might pay.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
@@ -30,9 +31,6 @@ const PERIOD_OPS: usize = 64 * SPAN_OPS;
 
 /// Sleeps without a foreign op after which no library seems to need the CPU.
 const SLEEPS_UNTIL_ALONE: u32 = 256;
-
-/// The most unused budget that is kept: the share of this time.
-const BUDGET_SPAN: Duration = Duration::from_millis(10);
 
 /// The kind of event that the loop waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,13 +65,16 @@ pub(crate) struct Sleep {
     cpu: Option<Duration>,
 }
 
-/// The time of busy-polling for each kind of wait, and a budget that bounds the sum. The peer of a
-/// source that was called comes after its wake-up; a disk answers at any time.
+/// The time of busy-polling for each kind of wait, within a budget. The peer of a source that was
+/// called comes after its wake-up; a disk answers at any time.
 pub(crate) struct PollWindow {
     sources: SourceWindow,
     foreign: ForeignTrial,
     disk: LatencyAccount,
-    budget: Budget,
+    budget: PollBudget,
+    /// The accounts for sources and ops while the budget is spent. No latency enters them: the loop
+    /// polls only if that takes less CPU time than a sleep.
+    frugal: [LatencyAccount; 2],
     /// Operations of servers in flight, without foreign ops.
     remote_ops: Cell<usize>,
 }
@@ -114,69 +115,69 @@ struct LatencyAccount {
     sleeps: Cell<u32>,
 }
 
-/// A share of the time that may go into busy-polling.
-struct Budget {
-    percent: Cell<u32>,
-    left: Cell<Duration>,
-    since: Cell<Instant>,
-}
-
 impl PollWindow {
-    /// Makes windows of at most `max` (zero: no busy-polling at all) that take at most
-    /// `budget_percent` of the time.
+    /// Makes windows of at most `max` (zero: no busy-polling at all) that add at most
+    /// `budget_percent` to the CPU time of an op.
     pub(crate) fn new(max: Duration, budget_percent: u32, now: Instant) -> Self {
-        let budget = Budget {
-            percent: Cell::new(budget_percent),
-            left: Cell::new(Duration::ZERO),
-            since: Cell::new(now),
-        };
         let sources = SourceWindow { window: Cell::default(), max: Cell::new(max) };
         let foreign = ForeignTrial {
             trial: RefCell::default(),
             is_shut: Cell::new(false),
             sleeps: Cell::new(0),
         };
-        Self { sources, foreign, disk: LatencyAccount::new(max), budget, remote_ops: Cell::new(0) }
+        let [disk, for_sources, for_ops] = std::array::from_fn(|_| LatencyAccount::new(max));
+        let frugal = [for_sources, for_ops];
+        let budget = PollBudget::new(budget_percent, now);
+        Self { sources, foreign, disk, budget, frugal, remote_ops: Cell::new(0) }
     }
 
     /// Sets the longest window and the budget from now on.
     pub(crate) fn set_limits(&self, max: Duration, budget_percent: u32) {
-        self.budget.percent.set(budget_percent);
-        let Self { sources, disk, .. } = self;
+        self.budget.set_percent(budget_percent);
+        let Self { sources, disk, frugal, .. } = self;
         sources.max.set(max);
         sources.window.set(sources.window.get().min(max));
-        disk.max.set(max);
-        disk.balance.set(disk.balance.get().min(4 * max));
+        frugal.iter().chain([disk]).for_each(|account| account.set_max(max));
+    }
+
+    /// Compares the CPU time of the ops with the budget. `ops` returns the ops completed so far.
+    #[inline]
+    pub(crate) fn review_budget(&self, now: Instant, ops: impl FnOnce() -> u64) {
+        if self.budget.is_due(now) {
+            self.budget.review(now, ops(), clock::thread_cpu());
+        }
+    }
+
+    /// The account that decides on polling; `None` for sources within the budget.
+    fn account(&self, awaited: Awaited) -> Option<&LatencyAccount> {
+        let [for_sources, for_ops] = &self.frugal;
+        match (awaited, self.budget.is_spent()) {
+            (Awaited::Source, false) => None,
+            (Awaited::Source, true) => Some(for_sources),
+            (Awaited::Op | Awaited::ManyBytes, false) => Some(&self.disk),
+            (Awaited::Op | Awaited::ManyBytes, true) => Some(for_ops),
+        }
     }
 
     /// Returns true if the loop sleeps without polling.
     pub(crate) fn is_closed(&self, awaited: Awaited) -> bool {
-        match awaited {
-            Awaited::Source => self.sources.window.get().is_zero() || self.foreign.is_shut.get(),
-            Awaited::Op => self.disk.is_closed(),
-            Awaited::ManyBytes => true,
-        }
+        self.window(awaited).is_zero()
     }
 
-    /// The time to poll from `now` on.
-    pub(crate) fn at(&self, awaited: Awaited, now: Instant) -> Duration {
-        let window = match awaited {
-            Awaited::Source if self.foreign.is_shut.get() => Duration::ZERO,
-            Awaited::Source => self.sources.window.get(),
-            Awaited::Op => self.disk.window(),
-            Awaited::ManyBytes => Duration::ZERO,
-        };
-        if window.is_zero() || self.budget.percent.get() >= 100 {
-            return window;
+    /// The time to poll.
+    pub(crate) fn window(&self, awaited: Awaited) -> Duration {
+        match awaited {
+            Awaited::ManyBytes => return Duration::ZERO,
+            Awaited::Source if self.foreign.is_shut.get() => return Duration::ZERO,
+            Awaited::Source | Awaited::Op => {}
         }
-        window.min(self.budget.at(now))
+        self.account(awaited).map_or(self.sources.window.get(), LatencyAccount::window)
     }
 
     /// Notes the time of polling, and if it has found an event.
     pub(crate) fn record_poll(&self, awaited: Awaited, time: Duration, found: bool) {
-        self.budget.left.set(self.budget.left.get().saturating_sub(time));
-        if awaited == Awaited::Op {
-            self.disk.record_poll(time, found);
+        if let Some(account) = self.account(awaited) {
+            account.record_poll(time, found);
         }
     }
 
@@ -205,23 +206,34 @@ impl PollWindow {
 
     /// Begins a sleep, after polling has found nothing since `since`.
     pub(crate) fn begin_sleep(&self, awaited: Awaited, since: Instant) -> Sleep {
-        let is_measured = awaited == Awaited::Op && self.disk.measures_sleep();
+        let is_measured = awaited != Awaited::ManyBytes
+            && self.account(awaited).is_some_and(LatencyAccount::measures_sleep);
         Sleep { awaited, since, cpu: is_measured.then(clock::thread_cpu) }
     }
 
     /// Learns from a sleep that ends at `now`.
     pub(crate) fn end_sleep(&self, sleep: &Sleep, now: Instant) {
         let waited = now.saturating_duration_since(sleep.since);
-        match sleep.awaited {
-            Awaited::Source => {
-                self.sources.end_sleep(waited);
-                self.foreign.end_sleep();
-            }
-            Awaited::Op => {
-                let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
+        let cost = sleep.cpu.map(|before| clock::thread_cpu().saturating_sub(before));
+        self.record_sleep(sleep.awaited, waited, cost);
+        if sleep.awaited == Awaited::Source {
+            self.foreign.end_sleep();
+        }
+    }
+
+    /// Learns from a wait with a sleep, whose CPU time was `cost`.
+    fn record_sleep(&self, awaited: Awaited, waited: Duration, cost: Option<Duration>) {
+        let [for_sources, for_ops] = &self.frugal;
+        match (awaited, self.budget.is_spent()) {
+            (Awaited::Source, false) => self.sources.end_sleep(waited),
+            (Awaited::Source, true) => for_sources.end_sleep(Duration::ZERO, cost),
+            (Awaited::Op, is_spent) => {
                 self.disk.end_sleep(waited, cost);
+                if is_spent {
+                    for_ops.end_sleep(Duration::ZERO, cost);
+                }
             }
-            Awaited::ManyBytes => {}
+            (Awaited::ManyBytes, _) => {}
         }
     }
 }
@@ -273,6 +285,11 @@ impl LatencyAccount {
             between: Cell::new(WAITS_MIN),
             sleeps: Cell::default(),
         }
+    }
+
+    fn set_max(&self, max: Duration) {
+        self.max.set(max);
+        self.balance.set(self.balance.get().min(4 * max));
     }
 
     fn is_closed(&self) -> bool {
@@ -341,16 +358,6 @@ fn follow(mean: &Cell<Duration>, value: Duration) {
     mean.set(if old.is_zero() { value } else { (7 * old + value) / 8 });
 }
 
-impl Budget {
-    fn at(&self, now: Instant) -> Duration {
-        let percent = self.percent.get();
-        let earned = now.saturating_duration_since(self.since.replace(now)) * percent / 100;
-        let left = (self.left.get() + earned).min(BUDGET_SPAN * percent / 100);
-        self.left.set(left);
-        left
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -367,11 +374,11 @@ mod tests {
         let window = PollWindow::new(MAX, 100, now);
         for micros in [4, 8, 16, 32, 32] {
             window.sources.end_sleep(us(20));
-            assert_eq!(window.at(Awaited::Source, now), us(micros));
+            assert_eq!(window.window(Awaited::Source), us(micros));
         }
         for micros in [16, 8, 4, 0, 0] {
             window.sources.end_sleep(Duration::from_millis(5));
-            assert_eq!(window.at(Awaited::Source, now), us(micros));
+            assert_eq!(window.window(Awaited::Source), us(micros));
         }
         assert!(window.is_closed(Awaited::Source));
     }
@@ -382,7 +389,7 @@ mod tests {
         let [takes, wake, cost] = disk.map(us);
         let (mut spent, mut polled) = (Duration::ZERO, 0);
         for _ in 0..waits {
-            let time = window.at(Awaited::Op, Instant::now());
+            let time = window.window(Awaited::Op);
             assert_eq!(time.is_zero(), window.is_closed(Awaited::Op));
             let found = time >= takes;
             if !time.is_zero() {
@@ -392,7 +399,9 @@ mod tests {
                 spent += time;
             }
             if !found {
-                window.disk.end_sleep(takes + wake, window.disk.measures_sleep().then_some(cost));
+                let account = window.account(Awaited::Op).expect("ops have an account");
+                let cost = account.measures_sleep().then_some(cost);
+                window.record_sleep(Awaited::Op, takes + wake, cost);
             }
         }
         (spent, polled)
@@ -453,7 +462,7 @@ mod tests {
         let mut open = 0;
         for _ in 0..ops {
             let is_open = !window.is_closed(Awaited::Source);
-            assert_eq!(is_open, !window.at(Awaited::Source, *now).is_zero());
+            assert_eq!(is_open, !window.window(Awaited::Source).is_zero());
             open += usize::from(is_open);
             *now += us(micros[usize::from(is_open)]);
             window.record_foreign_ops(1, *now);
@@ -524,9 +533,6 @@ mod tests {
         assert_eq!(polled(&window), 0);
         window.set_limits(MAX, 100);
         assert!(polled(&window) > 900);
-        window.set_limits(MAX, 50);
-        window.sources.end_sleep(us(20));
-        assert_eq!(window.at(Awaited::Source, now), Duration::ZERO, "there is a budget now");
     }
 
     #[test]
@@ -559,25 +565,47 @@ mod tests {
         assert!(!sleep_cost.get().is_zero() && sleep_cost.get() < before);
     }
 
-    #[test]
-    fn polling_takes_no_more_than_its_share_of_the_time() {
-        let start = Instant::now();
-        let window = PollWindow::new(MAX, 25, start);
-        let (mut now, mut polled) = (start, Duration::ZERO);
-        // Events come 20 us after each poll, so polling would always pay.
-        for _ in 0..10_000 {
-            window.sources.end_sleep(Duration::from_micros(20));
-            let time = window.at(Awaited::Source, now);
-            window.record_poll(Awaited::Source, time, false);
-            polled += time;
-            now += time + Duration::from_micros(20);
+    /// Makes a window whose budget is spent: an op took the second number of microseconds with
+    /// frugal polling, and the first with polling for latency.
+    fn spent(max: Duration, micros: [u64; 2]) -> PollWindow {
+        let mut now = Instant::now();
+        let window = PollWindow::new(max, 15, now);
+        let (mut ops, mut cpu) = (0, Duration::ZERO);
+        for span in 0..3 {
+            now += Duration::from_millis(2);
+            ops += 100;
+            cpu += 100 * us(micros[span % 2]);
+            assert!(window.budget.is_due(now));
+            window.budget.review(now, ops, cpu);
         }
-        let share = polled.as_secs_f64() / (now - start).as_secs_f64();
-        assert!((0.2..=0.251).contains(&share), "polling took {share} of the time");
-        // Budget that was unused for a long time is not kept.
-        now += Duration::from_secs(60);
-        assert!(window.at(Awaited::Source, now) <= MAX);
-        window.record_poll(Awaited::Source, Duration::from_secs(1), false);
-        assert_eq!(window.at(Awaited::Source, now), Duration::ZERO);
+        assert!(window.budget.is_spent());
+        window
+    }
+
+    #[test]
+    fn a_spent_budget_leaves_polling_that_is_cheaper_than_a_sleep() {
+        // The disk is slower than a sleep costs, but the latency would pay.
+        let slow = [20, 29, 9];
+        let window = PollWindow::new(MAX, 15, Instant::now());
+        wait(&window, slow, 2 * WAITS_MIN);
+        assert_eq!(wait(&window, slow, 1000).1, 1000);
+        let window = spent(MAX, [60, 20]);
+        wait(&window, slow, 2 * WAITS_MIN);
+        let (spent_us, polled) = wait(&window, slow, 1000);
+        assert!(polled < 100 && spent_us < us(1000), "{polled} waits, {spent_us:?}");
+        let fast = [2, 29, 9];
+        wait(&window, fast, 2 * WAITS_MAX);
+        assert_eq!(wait(&window, fast, 1000).1, 1000);
+        // Waits for sources have an account of their own.
+        assert!(window.is_closed(Awaited::Source));
+        for _ in 0..2 * WAITS_MIN {
+            let account = &window.frugal[0];
+            account.end_sleep(Duration::ZERO, Some(us(9)));
+        }
+        assert!(!window.is_closed(Awaited::Source));
+        assert!(window.window(Awaited::Source) < us(9));
+        (0..8).for_each(|_| window.record_poll(Awaited::Source, us(9), false));
+        assert!(window.is_closed(Awaited::Source));
+        assert!(spent(Duration::ZERO, [60, 20]).is_closed(Awaited::Op));
     }
 }

@@ -339,6 +339,7 @@ impl Io {
         let since = (!is_busy && wait == Wait::ForEvent).then(clock::now);
         let awaited = self.awaited();
         if let Some(since) = since {
+            self.poll_window.review_budget(since, || self.stats.ops());
             is_busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
         }
         if is_busy {
@@ -431,7 +432,7 @@ impl Io {
         reactor: &Reactor,
         woken: &mut Vec<TaskKey>,
     ) -> bool {
-        let window = self.poll_window.at(awaited, since);
+        let window = self.poll_window.window(awaited);
         if window.is_zero() {
             return false;
         }

@@ -20,7 +20,7 @@ pub struct SettingsChange {
     /// The longest time in microseconds that an IoThread busy-polls, 0 to 10000.
     // Wider than the range, so that the error for a larger number can state the range.
     pub poll_max_us: Option<u64>,
-    /// The share of an IoThread's time in percent that may go into busy-polling, 1 to 100.
+    /// The CPU time in percent that busy-polling may add to an operation, 1 to 100 (no bound).
     pub poll_budget: Option<u64>,
 }
 
@@ -32,7 +32,7 @@ pub struct Settings {
     pub log: Option<String>,
     /// The longest time in microseconds that an IoThread busy-polls.
     pub poll_max_us: u16,
-    /// The share of an IoThread's time in percent that may go into busy-polling.
+    /// The CPU time in percent that busy-polling may add to an operation; 100: no bound.
     pub poll_budget: u8,
 }
 

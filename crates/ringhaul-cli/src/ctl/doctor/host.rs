@@ -239,6 +239,6 @@ fn useless_polling(facts: &Facts, thread: &ThreadFacts, ms: u64) -> Option<Findi
              poll-max-us={}, poll-budget={}",
             after.name, settings.poll_max_us, settings.poll_budget
         ),
-        "`ringhaul ctl set poll-budget=10`, or poll-max-us=0 if the host is short of CPU",
+        "`ringhaul ctl set poll-budget=1`, or poll-max-us=0 if the host is short of CPU",
     ))
 }

@@ -1,0 +1,222 @@
+//! The CPU time that busy-polling may add to an op.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// The least time of a span: reading the thread's CPU time is a system call.
+const SPAN_MIN: Duration = Duration::from_millis(2);
+
+/// The fewest ops of a span that count.
+const SPAN_OPS: u64 = 32;
+
+/// A span with few ops begins anew after this time: its CPU time is not that of its ops.
+const SPAN_MAX: Duration = Duration::from_millis(200);
+
+/// One of this many spans has frugal polling, to measure the CPU time of its ops.
+const SPANS_BETWEEN: u32 = 32;
+
+/// The most CPU time that spans take beyond the budget, or leave of it, for later spans: a new load
+/// is to be noticed soon.
+const BALANCE_MAX: i64 = 4_000_000;
+
+/// The most percent. There is no bound with that many.
+const PERCENT_MAX: u32 = 100;
+
+/// Keeps the CPU time of an op within a percentage of the CPU time that it takes with frugal
+/// polling. Both are measured on this machine under the present load, in spans of time: a span may
+/// poll for latency, or has spent the budget.
+pub(super) struct PollBudget {
+    percent: Cell<u32>,
+    is_spent: Cell<bool>,
+    spans: Cell<u32>,
+    /// The time at which the span may end.
+    due: Cell<Instant>,
+    /// The ops completed before this span.
+    ops: Cell<u64>,
+    /// The thread's CPU time before this span.
+    cpu: Cell<Duration>,
+    /// A recent mean of the nanoseconds of an op in spans with frugal polling; zero if unknown.
+    frugal_ns: Cell<i64>,
+    /// The nanoseconds that are left of the budget.
+    balance_ns: Cell<i64>,
+}
+
+impl PollBudget {
+    /// Makes a budget of `percent`, 0 to 100, that is not spent yet.
+    pub(super) fn new(percent: u32, now: Instant) -> Self {
+        Self {
+            percent: Cell::new(percent),
+            is_spent: Cell::new(false),
+            spans: Cell::new(0),
+            due: Cell::new(now + SPAN_MIN),
+            ops: Cell::new(0),
+            cpu: Cell::new(Duration::ZERO),
+            frugal_ns: Cell::new(0),
+            balance_ns: Cell::new(0),
+        }
+    }
+
+    pub(super) fn set_percent(&self, percent: u32) {
+        self.percent.set(percent);
+        if percent >= PERCENT_MAX {
+            self.is_spent.set(false);
+        }
+    }
+
+    /// Returns true if only frugal polling is allowed.
+    #[inline]
+    pub(super) fn is_spent(&self) -> bool {
+        self.is_spent.get()
+    }
+
+    /// Returns true if the span may end.
+    #[inline]
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        now >= self.due.get() && self.percent.get() < PERCENT_MAX
+    }
+
+    /// Ends the span if it had enough ops, and chooses the kind of the next one. `ops` have
+    /// completed and the thread has taken `cpu` so far.
+    #[cold]
+    pub(super) fn review(&self, now: Instant, ops: u64, cpu: Duration) {
+        let done = ops.saturating_sub(self.ops.get());
+        let is_idle = now.saturating_duration_since(self.due.get()) > SPAN_MAX;
+        if done < SPAN_OPS && !is_idle {
+            return;
+        }
+        self.due.set(now + SPAN_MIN);
+        self.ops.set(ops);
+        let taken = nanoseconds(cpu.saturating_sub(self.cpu.replace(cpu)));
+        if done < SPAN_OPS {
+            return;
+        }
+        let done = i64::try_from(done).unwrap_or(i64::MAX);
+        if self.is_spent.get() {
+            let (old, new) = (self.frugal_ns.get(), taken / done);
+            self.frugal_ns.set(if old == 0 { new } else { old.midpoint(new) });
+        }
+        let frugal = self.frugal_ns.get();
+        if frugal > 0 {
+            let allowed = frugal * (100 + i64::from(self.percent.get())) / 100;
+            let balance = self.balance_ns.get() + allowed.saturating_mul(done) - taken;
+            self.balance_ns.set(balance.clamp(-BALANCE_MAX, BALANCE_MAX));
+        }
+        let spans = self.spans.get().wrapping_add(1);
+        self.spans.set(spans);
+        self.is_spent.set(self.balance_ns.get() < 0 || spans % SPANS_BETWEEN == 1);
+    }
+}
+
+fn nanoseconds(time: Duration) -> i64 {
+    i64::try_from(time.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread whose ops take these microseconds of CPU time: with polling for latency, and with
+    /// frugal polling.
+    struct Load {
+        budget: PollBudget,
+        now: Instant,
+        ops: u64,
+        cpu: Duration,
+    }
+
+    impl Load {
+        fn new(percent: u32) -> Self {
+            let now = Instant::now();
+            Self { budget: PollBudget::new(percent, now), now, ops: 0, cpu: Duration::ZERO }
+        }
+
+        /// Runs ops of 50 microseconds each. Returns the mean CPU time in microseconds, and the
+        /// percentage of ops with polling for latency.
+        fn run(&mut self, micros: [u64; 2], ops: u64) -> (f64, f64) {
+            let (mut polled, before) = (0, self.cpu);
+            for _ in 0..ops {
+                let is_spent = self.budget.is_spent();
+                polled += u64::from(!is_spent);
+                self.cpu += Duration::from_micros(micros[usize::from(is_spent)]);
+                self.now += Duration::from_micros(50);
+                self.ops += 1;
+                self.review();
+            }
+            let cpu = (self.cpu - before).as_secs_f64() * 1e6 / ops as f64;
+            (cpu, polled as f64 * 100.0 / ops as f64)
+        }
+
+        fn review(&self) {
+            if self.budget.is_due(self.now) {
+                self.budget.review(self.now, self.ops, self.cpu);
+            }
+        }
+    }
+
+    #[test]
+    fn polling_adds_at_most_its_percentage() {
+        for (percent, micros, polled) in [
+            (15, [30, 20], 25.0..=33.0),
+            (50, [30, 20], 94.0..=98.0),
+            (15, [22, 20], 94.0..=98.0),
+            (15, [10, 20], 94.0..=98.0),
+            (1, [40, 20], 0.5..=3.0),
+            (0, [40, 20], 0.0..=0.5),
+        ] {
+            let mut load = Load::new(percent);
+            load.run(micros, 20_000);
+            let (cpu, share) = load.run(micros, 200_000);
+            let most = micros[1] as f64 * f64::from(100 + percent) / 100.0;
+            assert!(cpu <= most + 0.1, "{percent}% {micros:?}: {cpu} us");
+            assert!(polled.contains(&share), "{percent}% {micros:?}: {share}% polled");
+        }
+    }
+
+    #[test]
+    fn a_new_load_is_noticed() {
+        let mut load = Load::new(15);
+        let (cheap, costly) = ([10, 20], [60, 20]);
+        load.run(cheap, 100_000);
+        // The polling that was saved pays for four milliseconds.
+        let (_, polled) = load.run(costly, 2000);
+        assert!((5.0..15.0).contains(&polled), "{polled}%");
+        let (_, polled) = load.run(cheap, 20_000);
+        assert!(polled > 90.0, "{polled}%");
+        // Cheaper ops: the mean of the earlier ones lasts for a few frugal spans.
+        load.run([6, 2], 20_000);
+        let (cpu, _) = load.run([6, 2], 100_000);
+        assert!(cpu < 2.35, "{cpu} us");
+    }
+
+    #[test]
+    fn an_idle_time_counts_for_no_op() {
+        let mut load = Load::new(15);
+        load.run([30, 20], 20_000);
+        let frugal = load.budget.frugal_ns.get();
+        for _ in 0..100 {
+            load.ops += SPAN_OPS - 1;
+            load.cpu += Duration::from_millis(50);
+            load.now += SPAN_MIN + SPAN_MAX + Duration::from_millis(1);
+            let balance = load.budget.balance_ns.get();
+            load.review();
+            assert_eq!(load.budget.balance_ns.get(), balance);
+        }
+        assert_eq!(load.budget.frugal_ns.get(), frugal);
+        // A span with few ops goes on while it is not too long.
+        let due = load.budget.due.get();
+        load.now = due + SPAN_MAX;
+        load.review();
+        assert_eq!(load.budget.due.get(), due);
+    }
+
+    #[test]
+    fn a_hundred_percent_is_no_bound() {
+        let mut load = Load::new(100);
+        assert_eq!(load.run([1000, 1], 10_000).1, 100.0);
+        load.budget.set_percent(15);
+        load.run([1000, 1], 10_000);
+        assert!(load.budget.is_spent());
+        load.budget.set_percent(100);
+        assert!(!load.budget.is_spent());
+    }
+}
