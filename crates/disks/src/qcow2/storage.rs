@@ -456,26 +456,69 @@ mod tests {
     use super::*;
     use crate::qcow2::consistency::write_order::count_blocks::RisenBlock;
 
-    /// Their counts and their zeroes may be lost, and no later flush says so.
-    #[test]
-    fn clusters_of_a_failed_flush_are_not_ready_after_the_next_flush() {
+    /// The file of an image with clusters of 512 bytes, and a block of counts.
+    fn scene() -> (IoThread, RemoteStub, Store, RisenBlock) {
         let (end, order) = (RemoteStub::new(&[0; 8192]), Arc::<WriteOrder>::default());
         let cache_limit = Arc::new(CacheLimit::new(vec![512]));
         let store = Store::new(0, (end.clone().source(), None), &order, &cache_limit);
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
         let share = thread.io().bounce_share(&order);
         attach(&[end.clone().source()], &share, thread.io());
-        let (wanted, file): (Arc<[u8]>, Arc<[u8]>) = (vec![0; 512].into(), vec![1; 512].into());
-        let risen = RisenBlock {
-            place: 512,
-            first: 0,
-            cluster_bytes: 512,
-            bits: 8,
-            wanted,
-            file: file.clone(),
-        };
+        let (wanted, file) = (vec![0; 512].into(), vec![1; 512].into());
+        let risen = RisenBlock { place: 512, first: 0, cluster_bytes: 512, bits: 8, wanted, file };
+        (thread, end, store, risen)
+    }
+
+    /// imago zeroes the rest of a cluster before a part of it gets data.
+    #[test]
+    fn clusters_that_are_zeroed_before_the_flush_are_not_ready_after_it() {
+        let (thread, end, store, risen) = scene();
+        let order = &store.order;
+        order.add_ahead(&risen, &risen.file, vec![1024, 1536, 2048]);
+        let zero = |at| thread.block_on(store.zero_at(at, 512, true)).unwrap().unwrap();
+        zero(1024);
+        assert_eq!((order.ahead(), end.events()), (2, 1));
+        thread.block_on(store.sync()).unwrap().unwrap();
+        assert!(!order.take_ahead(&(1024..1536)), "its use has begun");
+        assert!(order.take_ahead(&(1536..2048)));
+        // Zeroes are there already, and stable.
+        zero(2048);
+        assert_eq!(end.events(), 2);
+        assert!(order.take_ahead(&(2048..2560)));
+        detach();
+    }
+
+    /// A pointer to it must wait for a flush, for its data is not stable.
+    #[test]
+    fn clusters_with_other_bytes_are_not_ready() {
+        let (thread, end, store, risen) = scene();
+        let order = &store.order;
+        for is_flushed in [false, true] {
+            order.add_ahead(&risen, &risen.file, vec![1024, 1536, 2048]);
+            if is_flushed {
+                thread.block_on(store.sync()).unwrap().unwrap();
+            }
+            let before = end.events();
+            let write = |data: &[u8], at| thread.block_on(store.write_now(data, at)).unwrap();
+            write(&[1; 512], 1024).unwrap();
+            write(&[0; 512], 1536).unwrap();
+            // Stable zeroes are not written again.
+            assert_eq!(end.events() - before, if is_flushed { 1 } else { 2 });
+            assert!(order.needs_flush());
+            thread.block_on(store.sync()).unwrap().unwrap();
+            assert!(!order.take_ahead(&(1024..1536)) && !order.take_ahead(&(1536..2048)));
+            assert!(order.take_ahead(&(2048..2560)));
+        }
+        detach();
+    }
+
+    /// Their counts and their zeroes may be lost, and no later flush says so.
+    #[test]
+    fn clusters_of_a_failed_flush_are_not_ready_after_the_next_flush() {
+        let (thread, end, store, risen) = scene();
+        let order = &store.order;
         for fails in [false, true] {
-            order.add_ahead(&risen, &file, vec![1024, 1536]);
+            order.add_ahead(&risen, &risen.file, vec![1024, 1536]);
             end.have_some_fail(u64::from(fails));
             assert_eq!(thread.block_on(store.sync()).unwrap().is_err(), fails);
             end.have_some_fail(0);

@@ -99,6 +99,16 @@ impl PendingOps {
         }
     }
 
+    /// Makes all present operations as old as ones of a cluster that is away.
+    #[cfg(test)]
+    pub(super) fn make_late(&self) {
+        let old = clock::now().checked_sub(StallLog::LATE);
+        let mut state = self.0.lock();
+        for op in state.ops.iter_mut().flatten() {
+            op.since = old.unwrap_or(op.since);
+        }
+    }
+
     pub(super) fn was_abandoned(&self) -> bool {
         self.0.lock().was_abandoned
     }

@@ -397,6 +397,29 @@ mod tests {
         assert_eq!(scene.write(0, 512, false), Ok(()));
     }
 
+    /// The cluster may still carry all of it out.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_flush_of_an_abandoned_image_fails_and_is_no_loss() {
+        let scene = Scene::new();
+        let (shared, ops) = (&scene.disk.shared, scene.disk.shared.image.pending_ops());
+        scene.fake.hold();
+        let mut held = pin!(scene.disk.discard(0, 512));
+        let abandoned = poll_fn(|cx| {
+            let polled = held.as_mut().poll(cx);
+            if polled.is_pending() && !ops.was_abandoned() {
+                ops.make_late();
+                ops.abandon();
+            }
+            polled
+        });
+        let failed = scene.thread.block_on(abandoned).unwrap();
+        assert_eq!(failed.unwrap_err().raw_os_error(), Some(libc::EIO));
+        assert_eq!(scene.run(|disk| disk.flush()), Err(libc::EIO));
+        shared.loss().unwrap();
+        scene.fake.answer_held();
+    }
+
     /// Pieces end where groups of objects do, and at the end of an image that has shrunk.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

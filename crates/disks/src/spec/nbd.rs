@@ -245,6 +245,8 @@ fn decoded(text: &str) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use crate::spec::DiskSpec;
 
     fn parse(text: &str) -> Result<String, String> {
@@ -287,13 +289,19 @@ mod tests {
 
     #[test]
     fn the_keys_of_a_name_become_the_options_of_the_client() {
-        let distrusts = |text: &str| match DiskSpec::parse(text).unwrap() {
-            DiskSpec::Nbd(nbd) => nbd.options().distrust,
+        let options = |key: &str| match DiskSpec::parse(&format!("nbd://h/x{key}")).unwrap() {
+            DiskSpec::Nbd(nbd) => nbd.options(),
             other => panic!("{other:?}"),
         };
         for (key, expected) in [("", false), (",unflushed=kept", false), (",unflushed=lost", true)]
         {
-            assert_eq!(distrusts(&format!("nbd://h/x{key}")), expected, "{key}");
+            assert_eq!(options(key).distrust, expected, "{key}");
+        }
+        for (key, expected) in [("", 1), (",connections=1", 1), (",connections=16", 16)] {
+            assert_eq!(options(key).connections, expected, "{key}");
+        }
+        for (key, expected) in [("", None), (",deadline=1", Some(1)), (",deadline=90", Some(90))] {
+            assert_eq!(options(key).deadline, expected.map(Duration::from_secs), "{key}");
         }
     }
 
@@ -326,6 +334,8 @@ mod tests {
             ("nbd://h,unflushed=maybe", "expected: kept, lost"),
             ("nbd://h/x?tls-hostname=h", "unknown parameter 'tls-hostname'"),
             ("nbd://h,tls-certificates=/pki", "need TLS"),
+            ("nbd://h,tls-hostname=h", "need TLS"),
+            ("nbd://h,connections=17", "from 1 to 16"),
             ("nbd://h,tls=maybe", "expected: on, off"),
         ] {
             let error = parse(bad).unwrap_err();

@@ -102,6 +102,46 @@ fn discards_are_passed_on_only_if_allowed() {
     }
 }
 
+/// A part of a sector must not be discarded.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_unit_of_discards_is_a_sector_or_that_of_the_disk_below() {
+    for (sector, unit_below) in [(512, 512), (4096, 512), (512, 4096), (4096, 4096)] {
+        let start = header(|metadata| metadata["segments"]["0"]["sector_size"] = json!(sector));
+        let file = image(&start, MIB);
+        let logical = Some(unit_below);
+        let options_below = DiskOptions { logical_block_bytes: logical, ..DiskOptions::default() };
+        for allowed in [true, false] {
+            let null = DiskSource::null(MIB, &options_below).unwrap();
+            let options = LuksOptions { header: Some(below(&file)), ..options(allowed) };
+            let unit = crate::luks::open(null, &options).unwrap().discard_bytes();
+            let expected = sector.max(unit_below);
+            assert_eq!(unit, allowed.then_some(expected), "{sector} {unit_below}");
+        }
+    }
+}
+
+#[test]
+fn data_may_end_where_its_disk_ends() {
+    let payload = |offset_bytes, size_bytes| Payload {
+        offset_bytes,
+        size_bytes,
+        sector_bytes: 512,
+        first_position: 0,
+    };
+    for (offset, size, is_there) in [
+        (4096, Some(4096), true),
+        (4096, Some(4608), false),
+        (8192 - 512, None, true),
+        (8191, None, true),
+        (8192, None, false),
+        (4096, Some(u64::MAX), false),
+    ] {
+        let checked = crate::luks::check_data_fits(payload(offset, size), 8192);
+        assert_eq!(checked.is_ok(), is_there, "{offset} {size:?}: {checked:?}");
+    }
+}
+
 /// No op is made below: a null disk answers at once. The loop checks its sources all the same.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -32,6 +32,27 @@ fn requests_to_an_answering_server_continue() {
     assert_eq!(later.end(&thread), Some(libc::EIO), "nobody carries it");
 }
 
+/// The server may still carry out an older write, and nothing tells when.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_that_is_held_back_fails_at_once() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
+    let older = Running::write(&thread, &disk, 0, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    server.send_garbage();
+    assert_eq!(read(&thread, &disk, 8192), 0, "on another connection");
+    let newer = Running::write(&thread, &disk, 0, 2);
+    super::wait_a_turn(&thread);
+    assert!(older.0.get().is_none() && newer.0.get().is_none());
+    source.abandon();
+    // Without a connection they would fail late, with another error.
+    assert_eq!((older.end(&thread), newer.end(&thread)), (Some(libc::EIO), Some(libc::EIO)));
+    assert_eq!(read(&thread, &disk, 8192), 0, "it answers");
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn requests_to_a_server_without_answers_fail() {

@@ -1,13 +1,21 @@
 //! Requests beyond their deadline, and requests beside them.
 
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
 
+use blockio::driver::Driver as _;
 use blockio::testing::remote_ops;
 use blockio::{Disk, IoThread};
 
+use super::super::SILENCE;
+use super::super::connect::connect;
+use super::super::disk::NbdDisk;
+use super::super::link::Handle;
 use super::super::options::NbdOptions;
+use super::super::shared::Shared;
 use super::scripted::{FLUSH, READ, Server, WRITE};
-use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open};
+use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
 
 /// A busy machine may delay an answer beyond the deadline. The request is then made again.
 pub(super) fn in_time(thread: &IoThread, start: impl Fn() -> Running) -> Option<i32> {
@@ -67,6 +75,69 @@ fn an_overdue_write_fails_and_never_lands_after_a_newer_one() {
     assert_eq!(server.state().content[0], 2, "the old write came last");
     assert!(!source.hand_over().may_still_change());
     drop((disk, source));
+}
+
+/// A long read was abandoned with the write. Its data has no place any more.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_answer_to_an_overdue_read_goes_nowhere() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    // The server takes the write, and nothing more.
+    server.change(|state| {
+        state.content[..65_536].fill(1);
+        (state.holds, state.stalls) = ((WRITE, 1), true);
+    });
+    let write = Running::write(&thread, &disk, MIB as u64 / 2, 2);
+    let memory = filled(0xee, 65_536);
+    let (view, of_disk) = (memory.duplicate(), Rc::clone(&disk));
+    let read = Running::start(thread.io(), async move {
+        let read = of_disk.read(0, memory).await;
+        read.map_err(|unfinished| unfinished.error().raw_os_error())
+    });
+    let ends = (write.end(&thread), read.end(&thread));
+    assert_eq!(ends, (Some(libc::ETIMEDOUT), Some(libc::ETIMEDOUT)));
+    server.change(|state| state.stalls = false);
+    while !server.state().seen.iter().any(|seen| seen.0 == READ) {
+        wait_a_turn(&thread);
+    }
+    server.answer_held();
+    while source.hand_over().may_still_change() {
+        wait_a_turn(&thread);
+    }
+    assert!(view.to_vec() == [0xee; 65_536], "memory of a request that has ended");
+    assert_eq!(read_in_time(&thread, &disk, 0), 1);
+}
+
+/// No answer is due on the only connection, and nothing else makes it check for the deadline.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_write_that_is_held_back_has_its_deadline_beside_an_idle_connection() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (connected, _) = connect(&options).unwrap();
+    let thread = new_thread();
+    let shared = Arc::new(Shared::new(options, false, SILENCE, connected));
+    let handle = Arc::new(Handle { shared: Arc::clone(&shared) });
+    let disk = Rc::new(NbdDisk::new(&handle, thread.io()));
+    while shared.remark() != "connections: 1" {
+        wait_a_turn(&thread);
+    }
+    shared.held.add(vec![0..4096]);
+    let of_disk = Rc::clone(&disk);
+    let write = Running::start(thread.io(), async move {
+        let written = of_disk.write(0, filled(1, 4096), false).await;
+        written.map_err(|unfinished| unfinished.error().raw_os_error())
+    });
+    let hopeless = Instant::now() + 40 * DEADLINE;
+    while write.0.get().is_none() {
+        assert!(Instant::now() < hopeless, "it waits for ever");
+        wait_a_turn(&thread);
+    }
+    assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
+    assert!(server.state().seen.is_empty(), "it was sent");
 }
 
 /// The server may forget data that it could not write, and flush the rest.

@@ -122,6 +122,28 @@ fn a_disk_that_is_only_read_flushes_nothing_for_the_next_process() {
     }
 }
 
+/// The disk goes while a new connection is made.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_server_is_told_the_end_of_a_connection_that_comes_too_late() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(Running::flush(&thread, &disk).end(&thread), None);
+    server.change(|state| state.keeps_back = Some(1));
+    server.hang_up();
+    while !server.state().events.contains(&Event::KeptBack(1)) {
+        wait_a_turn(&thread);
+    }
+    drop((disk, source));
+    wait_a_turn(&thread);
+    server.change(|state| state.keeps_back = None);
+    while !server.state().events.contains(&Event::Ended(1)) {
+        wait_a_turn(&thread);
+    }
+    assert_eq!(server.state().disconnects, 1);
+}
+
 /// A server may have room for one client only.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -134,6 +134,7 @@ fn requests_that_wait_end_by_deadline_by_loss_or_by_a_connection() {
     pipe.link_is_up(0, &shared.facts);
     let late = Err(Failure { errno: libc::ETIMEDOUT, is_of_flush: false });
     assert_eq!(states(), [State::Done(late), State::Queued(0), State::Queued(0)]);
+    assert_eq!(remote_ops(io), 2, "a request that has failed counts");
     assert_eq!((pipe.oldest_waiting(), pipe.requests.borrow().waiting.len()), (None, 0));
     assert_eq!(thread.block_on(first.wait()).unwrap().0, Some(late));
     // A slot that is free again is not in any line.
@@ -214,6 +215,24 @@ fn an_answering_connection_does_not_hide_a_late_connection() {
     pipe.check_stalled(1, begun, true);
     assert_eq!(shared.remark(), "connections: 1");
     assert_eq!(shared.disk_state(), DiskState::Ready);
+}
+
+/// Its request waits for a connection, and for no answer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_server_without_a_connection_is_not_late() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let begun = io.recently();
+    let _flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
+    assert_eq!(pipe.link_is_down(0), 1);
+    set_recently(io, begun + 60 * SECOND);
+    pipe.publish_condition(None);
+    assert_eq!(
+        (shared.remark().as_str(), shared.disk_state()),
+        ("connections: 0", DiskState::Ready)
+    );
 }
 
 /// The server was away while the request waited, as the log has reported.
