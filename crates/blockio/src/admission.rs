@@ -693,6 +693,41 @@ mod tests {
         }
     }
 
+    /// A small read would otherwise overtake a large one for ever.
+    #[test]
+    fn an_op_behind_one_that_waits_for_the_next_round_waits_too() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let round = 1 << 20;
+        bench.lanes.set_bytes(ByteLimits { op: round, round, disk: usize::MAX });
+        let disk = bench.attach(None);
+        // From its first completion on, the disk has the short way.
+        bench.start(disk, OpKind::Read, 512);
+        bench.complete(disk);
+        assert_eq!(bench.start(disk, OpKind::Read, round), Admission::Now(1));
+        assert_eq!(bench.start(disk, OpKind::Read, round), Admission::Later);
+        assert_eq!(bench.start(disk, OpKind::Read, 512), Admission::Later, "it overtakes");
+        bench.lanes.begin_round();
+        assert_eq!(bench.take_in(), [(disk, 2), (disk, 3)]);
+    }
+
+    /// The share of a disk that is known to be fast becomes smaller with each further disk.
+    #[test]
+    fn a_disk_that_is_in_use_has_its_new_share_when_more_disks_come() {
+        let mut bench = Bench::new(EngineKind::Aio, 64);
+        let disk = bench.attach(None);
+        bench.start(disk, OpKind::Read, 4096);
+        bench.complete(disk);
+        for _ in 0..20 {
+            bench.attach(None);
+        }
+        let mut fresh = Bench::new(EngineKind::Aio, 64);
+        let disks = [(); 21].map(|()| fresh.attach(None));
+        assert_eq!(bench.fill(disk), fresh.fill(disks[0]));
+        let twin = bench.attach(None);
+        let beside = fresh.attach(None);
+        assert_eq!(bench.fill(twin), fresh.fill(beside));
+    }
+
     #[test]
     fn ops_wait_for_their_own_disk_and_go_on_in_order() {
         let mut bench = Bench::new(EngineKind::Aio, 64);

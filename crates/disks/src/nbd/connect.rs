@@ -87,9 +87,7 @@ fn shake_hands(options: &NbdOptions, purpose: Purpose) -> Result<Handshake, Stri
             (Some(tls), facts)
         }
     };
-    let set_up = sockopt::set_socket_timeout(&stream.socket, Timeout::Recv, None)
-        .and_then(|()| sockopt::set_socket_timeout(&stream.socket, Timeout::Send, None));
-    set_up.map_err(|error| format!("cannot set up its socket: {error}"))?;
+    // From now on the socket does not wait, so its timeouts have no effect.
     Ok((stream.socket, tls, facts, asked))
 }
 
@@ -265,6 +263,23 @@ mod tests {
             let error = not_reached(&"a", &io::Error::from_raw_os_error(errno));
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    /// A machine that has gone must be noticed, by this client and not by the kernel.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_kernel_probes_a_silent_machine_and_keeps_its_connection() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let until = Instant::now() + Duration::from_secs(2);
+        let socket = reach_one(&[listener.local_addr().unwrap()], until).unwrap().unwrap();
+        assert!(sockopt::tcp_nodelay(&socket).unwrap(), "small requests wait");
+        assert!(sockopt::socket_keepalive(&socket).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&socket).unwrap(), QUIET);
+        // The kernel counts whole seconds.
+        let interval = sockopt::tcp_keepintvl(&socket).unwrap();
+        assert_eq!(interval.as_secs(), (QUIET / PROBE_COUNT).as_secs() + 1);
+        assert_eq!(sockopt::tcp_keepcnt(&socket).unwrap(), PROBE_COUNT);
+        assert_eq!(sockopt::tcp_user_timeout(&socket).unwrap(), KEPT_MS);
     }
 
     /// A listener with a full queue does not answer at all.

@@ -103,3 +103,34 @@ pub(super) fn decode(result: io::Result<usize>) -> Option<Result<Extent, Failure
     };
     Some(Ok(Extent { bytes: (code >> 2) as u64, kind }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_the_same_on_the_other_thread() {
+        let extent = |bytes, kind| Ok(Extent { bytes, kind });
+        let failure = |errno, is_of_flush| Err(Failure { errno, is_of_flush });
+        for result in [
+            extent(0, ExtentKind::Data),
+            extent(4096, ExtentKind::Data),
+            extent(1 << 60, ExtentKind::Zero),
+            extent(512, ExtentKind::Hole),
+            failure(libc::EIO, false),
+            failure(libc::ENOSPC, false),
+            failure(libc::EIO, true),
+            failure(libc::ENOSPC, true),
+        ] {
+            assert_eq!(decode(encode(result)), Some(result));
+        }
+        // More than any request asks for: a shorter extent is right, too.
+        for kind in [ExtentKind::Data, ExtentKind::Hole] {
+            let Some(Ok(found)) = decode(encode(extent(u64::MAX, kind))) else {
+                panic!("{kind:?}")
+            };
+            assert!(found.kind == kind && found.bytes >= 1 << 60, "{found:?}");
+        }
+        assert_eq!(decode(Ok(NO_EXTENT)), None);
+    }
+}

@@ -322,7 +322,8 @@ mod tests {
             let (quiet_for, patience) = (seconds(quiet), seconds(patience));
             TcpHealth { quiet_for, patience, tries }.is_silent(limit)
         };
-        assert!(is_silent(21, 13, 6));
+        assert!(is_silent(21, 13, 6) && is_silent(21, 13, 3));
+        assert!(!is_silent(20, 13, 6), "no longer than the limit");
         assert!(!is_silent(21, 13, 2), "nobody has asked it");
         assert!(!is_silent(19, 13, 6), "it was a short while ago");
         assert!(!is_silent(60, 64, 9), "it may answer each time");

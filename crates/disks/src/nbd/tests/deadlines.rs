@@ -125,7 +125,7 @@ fn a_write_that_is_held_back_has_its_deadline_beside_an_idle_connection() {
     while shared.remark() != "connections: 1" {
         wait_a_turn(&thread);
     }
-    shared.held.add(vec![0..4096]);
+    shared.held.add(vec![0..2048, 2048..4096]);
     let of_disk = Rc::clone(&disk);
     let write = Running::start(thread.io(), async move {
         let written = of_disk.write(0, filled(1, 4096), false).await;

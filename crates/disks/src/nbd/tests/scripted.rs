@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tempfile::TempDir;
 
 use super::super::options::{NbdAddress, NbdOptions};
+use super::super::wire::Framing;
 
 /// Numbers of commands in the protocol.
 pub(super) const READ: u16 = 0;
@@ -37,8 +38,10 @@ pub(super) enum Event {
 pub(super) struct State {
     pub(super) content: Vec<u8>,
     pub(super) flags: u16,
-    /// True to offer extended headers; otherwise replies are simple.
+    /// True to offer extended headers, which come before structured replies. Otherwise replies are
+    /// simple.
     pub(super) is_extended: bool,
+    pub(super) is_structured: bool,
     /// True to report holes with them.
     pub(super) has_context: bool,
     /// A command, and the number of its requests to put aside.
@@ -90,7 +93,7 @@ struct Request {
     offset: u64,
     len: u64,
     data: Vec<u8>,
-    is_extended: bool,
+    framing: Framing,
 }
 
 struct Shared {
@@ -148,6 +151,7 @@ impl Server {
             content: vec![0; bytes],
             flags,
             is_extended: false,
+            is_structured: false,
             has_context: true,
             holds: (0, 0),
             holds_first_flushes: false,
@@ -317,11 +321,12 @@ impl State {
             (WRITE, Some(place)) => place.copy_from_slice(&request.data),
             _ => error = 22,
         }
-        let reply = if request.is_extended {
-            extended_reply(request, error, &data)
-        } else {
-            let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
-            [&header.concat()[..], &data].concat()
+        let reply = match request.framing {
+            Framing::Simple => {
+                let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
+                [&header.concat()[..], &data].concat()
+            }
+            _ => reply_in_chunks(request, error, &data),
         };
         if request.command == READ && std::mem::take(&mut self.cuts_read) {
             self.send(connection, &reply[..reply.len() / 2]);
@@ -347,16 +352,25 @@ fn status(bytes: u64, flags: u64) -> Vec<u8> {
     [&[0, 0, 0, 9, 0, 0, 0, 1][..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat()
 }
 
-fn extended_reply(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
+/// A reply of one chunk.
+fn reply_in_chunks(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
+    let is_extended = request.framing == Framing::Extended;
     let (kind, payload) = match (error, request.command) {
         (0, READ) => (1u16, [&request.offset.to_be_bytes()[..], data].concat()),
-        (0, STATUS) => (6, data.to_vec()),
+        (0, STATUS) if is_extended => (6, data.to_vec()),
+        // The context, and numbers of 32 bits without a count.
+        (0, STATUS) => (5, [&data[..4], &data[12..16], &data[20..24]].concat()),
         (0, _) => (0, Vec::new()),
         (error, _) => (0x8001, [&error.to_be_bytes()[..], &[0, 0]].concat()),
     };
+    let magic: [u8; 4] =
+        if is_extended { [0x6e, 0x8a, 0x27, 0x8c] } else { [0x66, 0x8e, 0x33, 0xef] };
+    let head = [&magic[..], &[0, 1], &kind.to_be_bytes(), &request.cookie].concat();
     let len = (payload.len() as u64).to_be_bytes();
-    let head = [&[0x6e, 0x8a, 0x27, 0x8c, 0, 1][..], &kind.to_be_bytes(), &request.cookie];
-    [&head.concat()[..], &request.offset.to_be_bytes(), &len, &payload].concat()
+    match is_extended {
+        true => [&head[..], &request.offset.to_be_bytes(), &len, &payload].concat(),
+        false => [&head[..], &len[4..], &payload].concat(),
+    }
 }
 
 fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
@@ -381,11 +395,11 @@ fn accept(shared: &Arc<Shared>, listener: &OwnedFd) {
 }
 
 fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Result<()> {
-    let is_extended = shake_hands(shared, number, &mut stream)?;
+    let framing = shake_hands(shared, number, &mut stream)?;
     loop {
         let state = shared.state();
         drop(shared.wait_while(state, |state| state.stalls));
-        let Some(request) = read_request(&mut stream, is_extended)? else { break };
+        let Some(request) = read_request(&mut stream, framing)? else { break };
         let mut state = shared.state();
         if request.command == DISCONNECT {
             state.disconnects += 1;
@@ -417,11 +431,15 @@ fn serve(shared: &Shared, number: usize, mut stream: UnixStream) -> std::io::Res
     stream.shutdown(Shutdown::Both)
 }
 
-/// Shakes hands. Returns true if headers are extended.
-fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::io::Result<bool> {
+/// Shakes hands. Returns the form of messages.
+fn shake_hands(
+    shared: &Shared,
+    number: usize,
+    stream: &mut UnixStream,
+) -> std::io::Result<Framing> {
     stream.write_all(b"NBDMAGICIHAVEOPT\x00\x03")?;
     take::<4>(stream)?;
-    let mut is_extended = false;
+    let mut framing = Framing::Simple;
     loop {
         take::<8>(stream)?;
         let option = u32::from_be_bytes(take(stream)?);
@@ -436,10 +454,14 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
         let mut state = shared.state();
         match option {
             11 if state.is_extended => {
-                is_extended = true;
+                framing = Framing::Extended;
                 reply(1, &[])?;
             }
-            10 if is_extended => {
+            8 if state.is_structured => {
+                framing = Framing::Structured;
+                reply(1, &[])?;
+            }
+            10 if framing != Framing::Simple => {
                 if state.has_context {
                     reply(4, b"\0\0\0\x09base:allocation")?;
                 }
@@ -464,7 +486,7 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
                 }
                 state.sizes.insert(number, size);
                 state.sockets.push((number, stream.try_clone()?));
-                return Ok(is_extended);
+                return Ok(framing);
             }
             _ => reply(0x8000_0001, &[])?,
         }
@@ -472,7 +494,7 @@ fn shake_hands(shared: &Shared, number: usize, stream: &mut UnixStream) -> std::
 }
 
 /// Reads a request; `None` at the end.
-fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<Option<Request>> {
+fn read_request(stream: &mut UnixStream, framing: Framing) -> std::io::Result<Option<Request>> {
     let mut magic = [0; 4];
     if stream.read(&mut magic)? != 4 {
         return Ok(None);
@@ -480,16 +502,16 @@ fn read_request(stream: &mut UnixStream, is_extended: bool) -> std::io::Result<O
     let flags = u16::from_be_bytes(take(stream)?);
     let command = u16::from_be_bytes(take(stream)?);
     let (cookie, offset) = (take(stream)?, u64::from_be_bytes(take(stream)?));
-    let len = match is_extended {
-        true => u64::from_be_bytes(take(stream)?),
-        false => u32::from_be_bytes(take(stream)?).into(),
+    let len = match framing {
+        Framing::Extended => u64::from_be_bytes(take(stream)?),
+        _ => u32::from_be_bytes(take(stream)?).into(),
     };
     let mut data = Vec::new();
     if command == WRITE {
         data.resize(usize::try_from(len).unwrap(), 0);
         stream.read_exact(&mut data)?;
     }
-    Ok(Some(Request { command, flags, cookie, offset, len, data, is_extended }))
+    Ok(Some(Request { command, flags, cookie, offset, len, data, framing }))
 }
 
 fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
