@@ -8,6 +8,7 @@ mod flags;
 mod held;
 mod homes;
 mod large_reads;
+mod messages;
 mod offers;
 mod rerouting;
 mod scripted;
@@ -443,30 +444,6 @@ fn holes_of_the_server_are_reported() {
             assert_eq!(server.state().seen, [(STATUS, FLAG_ONE_EXTENT); 2]);
         }
     }
-}
-
-/// As by most servers.
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
-fn data_and_holes_come_in_structured_replies() {
-    let server = Server::start(MIB, FLAGS);
-    server.change(|state| state.is_structured = true);
-    let (thread, source) = (new_thread(), open(server.options()));
-    let disk = Rc::new(source.attach(thread.io()));
-    assert_eq!(Running::write(&thread, &disk, 4096, 7).end(&thread), None);
-    assert_eq!([0, 4096].map(|offset| read(&thread, &disk, offset)), [0, 7]);
-    let (all, hole) = (MIB as u64, MIB as u64 / 2);
-    for (offset, bytes, expected) in [
-        (0, all, Extent::data(hole)),
-        (hole - 4096, 8192, Extent::data(4096)),
-        (hole, 4096, Extent { bytes: 4096, kind: ExtentKind::Hole }),
-    ] {
-        let found = thread.block_on(disk.block_status(offset, bytes)).unwrap().unwrap();
-        assert_eq!(found, expected, "{offset} {bytes}");
-    }
-    server.change(|state| state.fails = Some((READ, 28)));
-    assert_eq!(Running::start_one(&thread, &disk, READ).end(&thread), Some(libc::ENOSPC));
-    assert_eq!(server.state().connections, 1, "a reply is not understood");
 }
 
 /// Counts the bytes that were written.

@@ -1,8 +1,10 @@
-//! Replies in parts, as servers with extended headers send them.
+//! Replies in chunks, as most servers send them.
 
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockio::disk::{Extent, ExtentKind};
+use blockio::{Disk, IoThread};
 use iomem::Buffers;
 
 use super::super::SILENCE;
@@ -14,7 +16,7 @@ use super::super::requests::{IssuedRequest, State};
 use super::super::shared::Shared;
 use super::super::wire::{Command, Request};
 use super::scripted::{Event, READ, Server, WRITE};
-use super::{FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn, wait_for};
+use super::{FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 
 const NONE: u16 = 0;
 const DATA: u16 = 1;
@@ -35,12 +37,7 @@ fn hole(offset: u64, bytes: u32) -> Vec<u8> {
 }
 
 /// A read, and its memory.
-fn start_read(
-    thread: &blockio::IoThread,
-    disk: &Rc<blockio::Disk>,
-    offset: u64,
-    bytes: usize,
-) -> (Running, Buffers) {
+fn start_read(thread: &IoThread, disk: &Rc<Disk>, offset: u64, bytes: usize) -> (Running, Buffers) {
     let memory = filled(0xee, bytes);
     let (view, disk) = (memory.duplicate(), Rc::clone(disk));
     let read = Running::start(thread.io(), async move {
@@ -210,4 +207,28 @@ fn a_call_zeroes_a_mib_of_holes() {
         let (result, memory) = thread.block_on(read.wait()).unwrap();
         assert!(result.unwrap().is_ok() && memory.to_vec().iter().all(|byte| *byte == 0));
     }
+}
+
+/// The older of the two forms of chunks.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn data_and_holes_come_in_structured_replies() {
+    let server = Server::start(MIB, FLAGS);
+    server.change(|state| state.is_structured = true);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(Running::write(&thread, &disk, 4096, 7).end(&thread), None);
+    assert_eq!([0, 4096].map(|offset| read(&thread, &disk, offset)), [0, 7]);
+    let (all, hole) = (MIB as u64, MIB as u64 / 2);
+    for (offset, bytes, expected) in [
+        (0, all, Extent::data(hole)),
+        (hole - 4096, 8192, Extent::data(4096)),
+        (hole, 4096, Extent { bytes: 4096, kind: ExtentKind::Hole }),
+    ] {
+        let found = thread.block_on(disk.block_status(offset, bytes)).unwrap().unwrap();
+        assert_eq!(found, expected, "{offset} {bytes}");
+    }
+    server.change(|state| state.fails = Some((READ, 28)));
+    assert_eq!(Running::start_one(&thread, &disk, READ).end(&thread), Some(libc::ENOSPC));
+    assert_eq!(server.state().connections, 1, "a reply is not understood");
 }

@@ -2,7 +2,7 @@
 //! offers.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -12,15 +12,8 @@ use tempfile::TempDir;
 
 use super::super::options::{NbdAddress, NbdOptions};
 use super::super::wire::Framing;
-
-/// Numbers of commands in the protocol.
-pub(super) const READ: u16 = 0;
-pub(super) const WRITE: u16 = 1;
-const DISCONNECT: u16 = 2;
-pub(super) const FLUSH: u16 = 3;
-pub(super) const TRIM: u16 = 4;
-pub(super) const ZEROES: u16 = 6;
-pub(super) const STATUS: u16 = 7;
+use super::messages::{DISCONNECT, Request, read_request, reply, status, take};
+pub(super) use super::messages::{FLUSH, READ, STATUS, TRIM, WRITE, ZEROES};
 
 /// An event at the server, with the number of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,17 +76,6 @@ pub(super) struct State {
     /// The last answer, with its connection.
     last_answer: (usize, Vec<u8>),
     is_over: bool,
-}
-
-#[derive(Clone)]
-struct Request {
-    command: u16,
-    flags: u16,
-    cookie: [u8; 8],
-    offset: u64,
-    len: u64,
-    data: Vec<u8>,
-    framing: Framing,
 }
 
 struct Shared {
@@ -321,13 +303,7 @@ impl State {
             (WRITE, Some(place)) => place.copy_from_slice(&request.data),
             _ => error = 22,
         }
-        let reply = match request.framing {
-            Framing::Simple => {
-                let header = [&[0x67, 0x44, 0x66, 0x98][..], &error.to_be_bytes(), &request.cookie];
-                [&header.concat()[..], &data].concat()
-            }
-            _ => reply_in_chunks(request, error, &data),
-        };
+        let reply = reply(request, error, &data);
         if request.command == READ && std::mem::take(&mut self.cuts_read) {
             self.send(connection, &reply[..reply.len() / 2]);
             let socket = self.sockets.iter().find(|(number, _)| *number == connection);
@@ -344,32 +320,6 @@ impl State {
             // The client may have gone.
             let _ = socket.write_all(reply);
         }
-    }
-}
-
-/// The state of `bytes` bytes, with the flags of the context.
-fn status(bytes: u64, flags: u64) -> Vec<u8> {
-    [&[0, 0, 0, 9, 0, 0, 0, 1][..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat()
-}
-
-/// A reply of one chunk.
-fn reply_in_chunks(request: &Request, error: u32, data: &[u8]) -> Vec<u8> {
-    let is_extended = request.framing == Framing::Extended;
-    let (kind, payload) = match (error, request.command) {
-        (0, READ) => (1u16, [&request.offset.to_be_bytes()[..], data].concat()),
-        (0, STATUS) if is_extended => (6, data.to_vec()),
-        // The context, and numbers of 32 bits without a count.
-        (0, STATUS) => (5, [&data[..4], &data[12..16], &data[20..24]].concat()),
-        (0, _) => (0, Vec::new()),
-        (error, _) => (0x8001, [&error.to_be_bytes()[..], &[0, 0]].concat()),
-    };
-    let magic: [u8; 4] =
-        if is_extended { [0x6e, 0x8a, 0x27, 0x8c] } else { [0x66, 0x8e, 0x33, 0xef] };
-    let head = [&magic[..], &[0, 1], &kind.to_be_bytes(), &request.cookie].concat();
-    let len = (payload.len() as u64).to_be_bytes();
-    match is_extended {
-        true => [&head[..], &request.offset.to_be_bytes(), &len, &payload].concat(),
-        false => [&head[..], &len[4..], &payload].concat(),
     }
 }
 
@@ -491,31 +441,4 @@ fn shake_hands(
             _ => reply(0x8000_0001, &[])?,
         }
     }
-}
-
-/// Reads a request; `None` at the end.
-fn read_request(stream: &mut UnixStream, framing: Framing) -> std::io::Result<Option<Request>> {
-    let mut magic = [0; 4];
-    if stream.read(&mut magic)? != 4 {
-        return Ok(None);
-    }
-    let flags = u16::from_be_bytes(take(stream)?);
-    let command = u16::from_be_bytes(take(stream)?);
-    let (cookie, offset) = (take(stream)?, u64::from_be_bytes(take(stream)?));
-    let len = match framing {
-        Framing::Extended => u64::from_be_bytes(take(stream)?),
-        _ => u32::from_be_bytes(take(stream)?).into(),
-    };
-    let mut data = Vec::new();
-    if command == WRITE {
-        data.resize(usize::try_from(len).unwrap(), 0);
-        stream.read_exact(&mut data)?;
-    }
-    Ok(Some(Request { command, flags, cookie, offset, len, data, framing }))
-}
-
-fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    stream.read_exact(&mut bytes)?;
-    Ok(bytes)
 }
