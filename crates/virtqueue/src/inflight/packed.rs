@@ -184,7 +184,6 @@ impl PackedInflight {
         self.move_free_head(head);
         compiler_fence(Ordering::SeqCst);
         self.account.set_mark(entry, 0);
-        self.counter = self.counter.wrapping_sub(1);
     }
 
     /// Notes that the request of this entry has a used element that is not visible.

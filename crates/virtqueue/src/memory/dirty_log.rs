@@ -102,3 +102,31 @@ impl WriteLog for HostWrites {
         self.log.mark(addr.expect("lists have ranges of their map alone"), bytes);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_page_with_a_written_byte_is_marked_and_no_other() {
+        for (addr, bytes, expected) in [
+            (0, 0, [0, 0]),
+            (0, 1, [0b1, 0]),
+            (4095, 1, [0b1, 0]),
+            (4095, 2, [0b11, 0]),
+            (4096, 1, [0b10, 0]),
+            (4096, 4096, [0b10, 0]),
+            (4096, 4097, [0b110, 0]),
+            (7 * 4096, 2 * 4096, [0x80, 1]),
+            (15 * 4096, 4096, [0, 0x80]),
+        ] {
+            let memory = Arc::new(GuestMemory::anonymous(&[(0, 4096)]).unwrap());
+            let log = DirtyLog::new(Arc::clone(&memory), 2).unwrap();
+            assert_eq!(log.end(), 16 * 4096);
+            log.mark(addr, bytes);
+            let mut marks = [0; 2];
+            memory.read(0, &mut marks).unwrap();
+            assert_eq!(marks, expected, "{bytes} bytes at {addr}");
+        }
+    }
+}

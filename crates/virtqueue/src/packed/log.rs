@@ -40,3 +40,52 @@ impl PackedQueue {
         self.memory.mark_ring(self.config.desc_table + place(first) as u64, place(count));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::death::tests::Follower;
+    use crate::driver::{Desc, PACKED_START, PackedDriver};
+    use crate::memory::{GuestMemory, LocalMemory};
+    use crate::split::QueueConfig;
+
+    /// The first element of a batch is written last, and shows all of them.
+    #[test]
+    fn a_front_end_that_copies_between_marks_and_stores_copies_the_ring_as_it_is() {
+        for event_idx in [false, true] {
+            let config = QueueConfig {
+                size: 8,
+                desc_table: 0x1000,
+                avail_ring: 0x2000,
+                used_ring: 0x3000,
+                event_idx,
+                indirect: false,
+                next_avail: PACKED_START,
+            };
+            let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)]).unwrap());
+            let mut driver = PackedDriver::new(Arc::clone(&memory), config);
+            let local = LocalMemory::new(Arc::clone(&memory));
+            let mut queue = PackedQueue::new(local, config, PACKED_START).unwrap();
+            let follower = Follower::new(&memory);
+            queue.set_log(Some(follower.log(0x3000)));
+            for count in [1, 2, 7, 3] {
+                for _ in 0..count {
+                    driver.add(&[Desc::writable(0x8000, 1)], None);
+                }
+                driver.publish();
+                follower.check(|| {
+                    for _ in 0..count {
+                        let chain = queue.pop().unwrap().unwrap();
+                        queue.push(chain.head, 1);
+                    }
+                    assert_eq!(queue.publish_quietly(), count);
+                    assert!(!queue.enable_kicks());
+                });
+                follower.check(|| queue.disable_kicks());
+                assert_eq!((0..count).filter_map(|_| driver.take_used()).count(), count.into());
+            }
+        }
+    }
+}

@@ -53,3 +53,52 @@ impl SplitQueue {
         if self.config.event_idx { RING_EVENT_BYTES } else { 0 }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::death::tests::Follower;
+    use crate::driver::{Desc, Driver};
+    use crate::memory::{GuestMemory, LocalMemory};
+    use crate::split::QueueConfig;
+
+    /// Flags and used idx are on a page of their own, and so is the event.
+    #[test]
+    fn a_front_end_that_copies_between_marks_and_stores_copies_the_ring_as_it_is() {
+        for event_idx in [false, true] {
+            let config = QueueConfig {
+                size: 512,
+                desc_table: 0x4000,
+                avail_ring: 0x7000,
+                used_ring: 0x8ffc,
+                event_idx,
+                indirect: false,
+                next_avail: 0,
+            };
+            let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)]).unwrap());
+            let mut driver = Driver::new(Arc::clone(&memory), config);
+            let local = LocalMemory::new(Arc::clone(&memory));
+            let mut queue = SplitQueue::new(local, config).unwrap();
+            let follower = Follower::new(&memory);
+            queue.set_log(Some(follower.log(config.used_ring)));
+            for count in [1, 2, 400, 300] {
+                for _ in 0..count {
+                    driver.add(&[Desc::writable(0xf000, 1)], None);
+                }
+                driver.publish();
+                follower.check(|| {
+                    for _ in 0..count {
+                        let chain = queue.pop().unwrap().unwrap();
+                        queue.push(chain.head, 1);
+                    }
+                    assert_eq!(queue.publish_quietly(), count);
+                    assert!(!queue.enable_kicks());
+                });
+                follower.check(|| queue.disable_kicks());
+                assert_eq!((0..count).filter_map(|_| driver.take_used()).count(), count.into());
+            }
+        }
+    }
+}

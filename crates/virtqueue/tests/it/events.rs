@@ -130,3 +130,17 @@ fn a_driver_without_event_idx_is_awaited_unless_its_flag_forbids_calls() {
         assert_eq!(queue.publish(), driver_sleeps);
     }
 }
+
+/// Its elements count as compared with the driver's event.
+#[test]
+fn a_forced_call_is_for_all_elements_before_it() {
+    let mut ring = new_ring(SIZE, true);
+    ring.chain(0, &BUFFER);
+    let mut queue = ring.queue();
+    let head = pop(&mut queue).head;
+    queue.push(head, 0);
+    assert!(queue.publish(), "the first call is forced");
+    assert!(!queue.needs_call());
+    queue.force_call();
+    assert!(queue.needs_call() && !queue.needs_call());
+}

@@ -93,7 +93,9 @@ fn every_page_that_is_written_is_marked() {
 fn writes_through_an_earlier_map_are_marked_in_the_present_log() {
     let mut ring = new_ring(8, false);
     ring.chain(0, &[(ISLAND, 8, F_WRITE)]);
+    ring.chain(1, &[(ISLAND, 8, F_WRITE)]);
     let (mut driver, packed) = pair(config(4, false));
+    driver.add(&[Desc::writable(ISLAND, 8)], None);
     driver.add(&[Desc::writable(ISLAND, 8)], None);
     driver.publish();
     let queues = [
@@ -116,6 +118,10 @@ fn writes_through_an_earlier_map_are_marked_in_the_present_log() {
         }
         writable.copy_from(0, b"x");
         assert_eq!(logs.each_ref().map(|log| take_marks(log)), [vec![ISLAND], vec![]]);
+        let later = queue.pop().expect("good").expect("available").writable;
+        later.copy_from(0, b"x");
+        assert_eq!(logs.each_ref().map(|log| take_marks(log)), [vec![ISLAND], vec![]]);
+        drop(later);
         set(&mut queue, &logs[1]);
         writable.copy_from(0, b"x");
         assert_eq!(logs.each_ref().map(|log| take_marks(log)), [vec![], vec![ISLAND]]);

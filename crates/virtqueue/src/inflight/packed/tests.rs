@@ -85,6 +85,8 @@ impl World {
         let mut life = Life { queue, tasks: Vec::new() };
         self.take_answers();
         let before = std::mem::take(&mut self.begun);
+        // A device pops as many as are said to be there.
+        assert_eq!(usize::from(life.queue.available_now()), self.waiting.len());
         while life.queue.has_recovered() {
             let chain = life.queue.pop().unwrap().unwrap();
             assert!(life.queue.is_recovered(chain.head));
