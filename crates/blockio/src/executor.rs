@@ -1,5 +1,5 @@
 //! Tasks, their wakers, messages from other threads, and the means to wait for one another: a fair
-//! semaphore, a notify and a lock. Knows no I/O.
+//! semaphore, a notify, a lock and turns. Knows no I/O.
 
 pub(crate) mod mailbox;
 #[cfg(all(test, any(loom, shuttle)))]
@@ -10,9 +10,11 @@ pub(crate) mod os_thread;
 pub(crate) mod semaphore;
 pub(crate) mod sync;
 pub(crate) mod task;
+pub(crate) mod turns;
 pub(crate) mod wait_list;
 
 pub use notify::Notify;
 pub use os_thread::{ThreadStarter, set_thread_starter, start_thread};
 pub use semaphore::FairSemaphore;
 pub use sync::Lock;
+pub use turns::Turns;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockio::DiskSource;
 use blockio::disk::LateLock;
-use blockio::executor::Lock;
+use blockio::executor::{Lock, Turns};
 use vhost_user::RunLock;
 
 use crate::spec::{ExportSpec, UnitPlace};
@@ -17,10 +17,8 @@ pub(crate) struct DiskLocks(Lock<State>);
 #[derive(Default)]
 struct State {
     locks: Vec<Placed>,
-    /// The user for whom all disks are locked.
-    holder: Option<u64>,
-    /// The highest number of a user that has left.
-    ended: u64,
+    /// The turns of users for whom all disks are locked.
+    users: Turns,
     /// Locks of removed disks that may have lost data. They stay until the export ends.
     kept: Vec<Arc<LateLock>>,
 }
@@ -56,7 +54,7 @@ impl DiskLocks {
 
     /// Returns true while the disks are locked.
     pub(crate) fn are_held(&self) -> bool {
-        self.0.lock().holder.is_some()
+        self.0.lock().users.holder().is_some()
     }
 
     /// Adds the disk of a new unit, and locks it if the other disks are locked.
@@ -69,12 +67,12 @@ impl DiskLocks {
         let holder = {
             let mut state = self.0.lock();
             state.locks.push(Placed { place: Some(place), lock: Arc::clone(&lock) });
-            state.holder
+            state.users.holder()
         };
         let Some(user) = holder else { return Ok(()) };
         let taken = lock.take(user);
         // The next user locks it with the other disks.
-        if self.0.lock().holder != Some(user) {
+        if self.0.lock().users.holder() != Some(user) {
             return Ok(());
         }
         // The log has the reason if its lock stays.
@@ -91,7 +89,7 @@ impl DiskLocks {
             let mut state = self.0.lock();
             let is_removed = |placed: &mut Placed| placed.place == Some(place);
             let removed: Vec<_> = state.locks.extract_if(.., is_removed).collect();
-            (removed, state.holder.unwrap_or(state.ended))
+            (removed, state.users.last())
         };
         let release = |Placed { lock, .. }: Placed| {
             lock.release(user).inspect_err(|_| self.0.lock().kept.push(lock))
@@ -102,14 +100,14 @@ impl DiskLocks {
     /// The first lock that `taken` does not have. `None`: the user holds all locks.
     fn next(&self, user: u64, taken: &[Placed]) -> io::Result<Option<Placed>> {
         let mut state = self.0.lock();
-        if state.ended >= user {
+        if state.users.has_ended(user) {
             return Err(io::Error::other("the front-end left before all disks were locked"));
         }
         let is_new =
             |placed: &&Placed| !taken.iter().any(|taken| Arc::ptr_eq(&taken.lock, &placed.lock));
         let next = state.locks.iter().find(is_new).cloned();
         if next.is_none() {
-            state.holder = state.holder.max(Some(user));
+            state.users.begin(user, ());
         }
         Ok(next)
     }
@@ -138,8 +136,7 @@ impl RunLock for DiskLocks {
     fn release(&self, user: u64) -> io::Result<()> {
         let locks = {
             let mut state = self.0.lock();
-            state.ended = state.ended.max(user);
-            state.holder = state.holder.filter(|holder| *holder > user);
+            state.users.end(user);
             state.locks.clone()
         };
         let released = locks.iter().map(|placed| placed.lock.release(user));

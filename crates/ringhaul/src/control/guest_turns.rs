@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blockio::executor::Lock;
+use blockio::executor::{Lock, Turns};
 use device::access::DiskAccess;
 use device::{Device, MovedState};
 use vhost_user::RunLock;
@@ -26,12 +26,9 @@ pub(crate) struct GuestTurns {
 
 #[derive(Default)]
 struct Turn {
-    /// The user that has the turn.
-    user: Option<u64>,
+    users: Turns,
     /// The highest number of a user with a turn that has begun.
     begun: u64,
-    /// The highest number of a user with a turn that has ended.
-    ended: u64,
     /// The state at the end of the last turn.
     left: Option<MovedState>,
     /// The state with which the next turn begins.
@@ -62,7 +59,7 @@ impl GuestTurns {
     /// If a guest has the turn, or none had it.
     pub(crate) fn save(&self) -> Result<MovedState, TurnError> {
         let turn = self.turn.lock();
-        if turn.user.is_some() {
+        if turn.users.holder().is_some() {
             return Err(TurnError::Running);
         }
         if let Some(next) = &turn.next {
@@ -93,7 +90,7 @@ impl GuestTurns {
     /// If a guest has the turn, or the state is of another device.
     pub(crate) fn load(&self, state: MovedState) -> anyhow::Result<()> {
         let mut turn = self.turn.lock();
-        anyhow::ensure!(turn.user.is_none(), TurnError::Running);
+        anyhow::ensure!(turn.users.holder().is_none(), TurnError::Running);
         self.device.check_moved(&state)?;
         turn.next = Some(state);
         self.has_next.store(true, Ordering::Relaxed);
@@ -104,14 +101,14 @@ impl GuestTurns {
     /// parameter is the user that has the turn.
     pub(crate) fn with_turn<T>(&self, change: impl FnOnce(Option<u64>) -> T) -> T {
         let turn = self.turn.lock();
-        change(turn.user)
+        change(turn.users.holder())
     }
 
     /// Ends the use of the disk of a unit that was removed, unless another unit has that disk.
     pub(crate) fn leave(&self, access: &Arc<DiskAccess>) {
         let turn = self.turn.lock();
         let is_used = self.accesses().iter().any(|other| Arc::ptr_eq(other, access));
-        if let Some(user) = turn.user.filter(|_| !is_used) {
+        if let Some(user) = turn.users.holder().filter(|_| !is_used) {
             access.end_use(user);
         }
     }
@@ -128,7 +125,7 @@ impl GuestTurns {
 
     fn begin(&self, user: u64) -> io::Result<()> {
         let mut turn = self.turn.lock();
-        if turn.ended >= user {
+        if turn.users.has_ended(user) {
             return Err(io::Error::other("the front-end left before its reservations were loaded"));
         }
         let accesses = self.accesses();
@@ -140,7 +137,7 @@ impl GuestTurns {
             }),
             None => Ok(()),
         });
-        if begun.is_err() && turn.user != Some(user) {
+        if begun.is_err() && turn.users.holder() != Some(user) {
             accesses.iter().for_each(|access| access.end_use(user));
         }
         begun?;
@@ -148,10 +145,11 @@ impl GuestTurns {
             tracing::info!("the guest continues with the loaded state");
         }
         // The end of an earlier turn may still wait for its disks.
-        if let Some(holder) = turn.user.filter(|holder| *holder != user) {
+        if let Some(holder) = turn.users.holder().filter(|holder| *holder != user) {
             accesses.iter().for_each(|access| access.end_use(holder.min(user)));
         }
-        (turn.user, turn.begun) = (turn.user.max(Some(user)), turn.begun.max(user));
+        turn.users.begin(user, ());
+        turn.begun = turn.begun.max(user);
         (turn.left, turn.next) = (None, None);
         self.has_next.store(false, Ordering::Relaxed);
         Ok(())
@@ -160,8 +158,7 @@ impl GuestTurns {
     /// Ends the turn of a user. Returns the state, if that user had the turn.
     fn end(&self, user: u64) -> Option<MovedState> {
         let mut turn = self.turn.lock();
-        turn.ended = turn.ended.max(user);
-        let holder = turn.user.take_if(|holder| *holder <= user)?;
+        let (holder, ()) = turn.users.end(user)?;
         let state = self.device.moved_state();
         self.accesses().iter().for_each(|access| access.end_use(holder));
         let state = state.unwrap_or_else(|error| {
@@ -192,7 +189,7 @@ impl RunLock for GuestTurns {
         self.locks.release(user)?;
         if let Some(left) = left {
             let mut turn = self.turn.lock();
-            if turn.user.is_none() && turn.begun <= user {
+            if turn.users.holder().is_none() && turn.begun <= user {
                 turn.left = Some(left);
             }
         }

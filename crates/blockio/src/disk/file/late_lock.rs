@@ -12,7 +12,7 @@ use super::lock::{Conflict, check_locks, in_use, try_lock, unlock};
 use super::source::FileSource;
 use crate::disk::source::DiskSource;
 use crate::error::Error;
-use crate::executor::Lock;
+use crate::executor::{Lock, Turns};
 use crate::file::claim::Claim;
 use crate::op::{OpKind, OpenFile};
 
@@ -26,20 +26,12 @@ const PAUSE: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct LateLock {
     disk: DiskSource,
-    users: Lock<Users>,
+    turns: Lock<Turns<Held>>,
 }
 
-#[derive(Debug, Default)]
-struct Users {
-    holder: Option<Holder>,
-    /// The highest number of a user whose use has ended.
-    ended: u64,
-}
-
-/// The user for whom the disk is locked.
+/// The lock of a disk that a user has.
 #[derive(Debug)]
-struct Holder {
-    user: u64,
+struct Held {
     /// The claim of the lock. `None`: the disk is not in a local file.
     _claim: Option<Claim>,
     /// True if layers have read their content under this lock.
@@ -48,7 +40,7 @@ struct Holder {
 
 impl LateLock {
     pub(crate) fn new(disk: DiskSource) -> Self {
-        Self { disk, users: Lock::default() }
+        Self { disk, turns: Lock::default() }
     }
 
     /// Checks that the file can be locked. Locks nothing.
@@ -73,16 +65,16 @@ impl LateLock {
     pub fn take(&self, user: u64) -> Result<(), Error> {
         let end = Instant::now() + LATE_LOCK_PATIENCE;
         loop {
-            let mut users = self.users.lock();
-            if users.ended >= user {
+            let mut turns = self.turns.lock();
+            if turns.has_ended(user) {
                 return Err(self.unusable("the front-end left before the disk was locked"));
             }
-            let conflict = match self.try_take(users.holder.take()) {
-                Ok(Ok(holder)) => return self.prepare(user, holder, &mut users),
+            let conflict = match turns.take().map_or_else(|| self.try_take(), |held| Ok(Ok(held))) {
+                Ok(Ok(held)) => return self.prepare(user, held, &mut turns),
                 Ok(Err(conflict)) => conflict,
                 Err(error) => return Err(self.unusable(&format!("it cannot be locked: {error}"))),
             };
-            drop(users);
+            drop(turns);
             if let Some(file) = self.file()
                 && Instant::now() >= end
             {
@@ -92,13 +84,10 @@ impl LateLock {
         }
     }
 
-    /// Locks the file, which an earlier user of this lock may have locked.
-    fn try_take(&self, earlier: Option<Holder>) -> io::Result<Result<Holder, Conflict>> {
-        if let Some(holder) = earlier {
-            return Ok(Ok(holder));
-        }
-        let holder = |claim| Holder { user: 0, _claim: claim, is_ready: false };
-        let Some(source) = self.disk.local() else { return Ok(Ok(holder(None))) };
+    /// Locks the file, for no user yet.
+    fn try_take(&self) -> io::Result<Result<(u64, Held), Conflict>> {
+        let held = |claim| (0, Held { _claim: claim, is_ready: false });
+        let Some(source) = self.disk.local() else { return Ok(Ok(held(None))) };
         let file = &*source.file;
         // Locks of one open file, which two disks may have, are not in each other's way.
         let Some(claim) = Claim::new(file, true)? else { return Ok(Err(Conflict::Locked)) };
@@ -111,21 +100,26 @@ impl LateLock {
             return Err(errno.into());
         }
         source.set_exclusive(true);
-        Ok(Ok(holder(Some(claim))))
+        Ok(Ok(held(Some(claim))))
     }
 
     /// Has layers read their content for the user of a new lock. If that fails, the lock is
     /// released, but not a lock that a loss of data has kept from an earlier user.
-    fn prepare(&self, user: u64, holder: Holder, users: &mut Users) -> Result<(), Error> {
-        if !holder.is_ready {
+    fn prepare(
+        &self,
+        user: u64,
+        (earlier, held): (u64, Held),
+        turns: &mut Turns<Held>,
+    ) -> Result<(), Error> {
+        if !held.is_ready {
             let begun = self.disk.hand_over().begin_use().and_then(|()| self.adopt_size());
             if let Err(error) = begun {
                 // The log has the reason if it stays.
-                let _ = self.end(holder, users);
+                let _ = self.end(earlier, held, turns);
                 return Err(error);
             }
         }
-        users.holder = Some(Holder { user: user.max(holder.user), is_ready: true, ..holder });
+        turns.begin(user.max(earlier), Held { is_ready: true, ..held });
         Ok(())
     }
 
@@ -161,22 +155,21 @@ impl LateLock {
     /// If data may be lost. The next process must not begin: the disk may have no lock that keeps
     /// it away.
     pub fn release(&self, user: u64) -> io::Result<()> {
-        let mut users = self.users.lock();
-        users.ended = users.ended.max(user);
-        if let Some(holder) = users.holder.take_if(|holder| holder.user <= user) {
-            self.end(holder, &mut users)?;
+        let mut turns = self.turns.lock();
+        if let Some((user, held)) = turns.end(user) {
+            self.end(user, held, &mut turns)?;
         }
         Ok(())
     }
 
     /// Ends a use, and releases the lock if no data is lost.
-    fn end(&self, holder: Holder, users: &mut Users) -> io::Result<()> {
+    fn end(&self, user: u64, held: Held, turns: &mut Turns<Held>) -> io::Result<()> {
         let ended = self.disk.hand_over().end_use();
         let Err(error) = ended.map_err(io::Error::other).and(self.sync()) else {
             self.unlock();
             return Ok(());
         };
-        users.holder = Some(Holder { is_ready: false, ..holder });
+        turns.begin(user, Held { is_ready: false, ..held });
         let disk = self.disk.chain_text();
         let text = format!(
             "{disk}: the lock stays, because written data may be lost: {error}; do not continue on \
@@ -367,7 +360,7 @@ mod tests {
         let first = late(disk.path());
         let second = LateLock::new(first.disk.clone());
         first.take(1).unwrap();
-        assert!(matches!(second.try_take(None), Ok(Err(Conflict::Locked))));
+        assert!(matches!(second.try_take(), Ok(Err(Conflict::Locked))));
         first.release(1).unwrap();
         second.take(3).unwrap();
         second.release(3).unwrap();
