@@ -1,13 +1,15 @@
 //! Processes that die before each of their stores, and accounts that are wrong.
 
-use std::collections::BTreeMap;
+pub(super) mod world;
+
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::*;
 use crate::death::tests as death;
-use crate::driver::{Desc, Driver};
+use crate::driver::{Desc, Ring};
 use crate::memory::{LocalMemory, MAX_QUEUE_SIZE};
 use crate::split::{QueueConfig, SplitQueue};
+use world::{GuestDriver, World, die_everywhere};
 
 const SIZE: u16 = 8;
 const RING: QueueConfig = QueueConfig {
@@ -16,193 +18,31 @@ const RING: QueueConfig = QueueConfig {
     avail_ring: 0x2000,
     used_ring: 0x3000,
     event_idx: false,
-    indirect: false,
+    indirect: true,
     next_avail: 0,
 };
 
-/// The state that outlives a process: guest memory with a driver in it, and the region.
-struct World {
-    memory: Arc<GuestMemory>,
-    driver: Driver<Arc<GuestMemory>>,
-    region: InflightRegion,
-    random: u64,
-    /// Requests by their present heads. The number of a request is the length of its buffer.
-    waiting: BTreeMap<u32, u32>,
-    offered: u32,
-    answered: u32,
-    /// Requests, in order, that a process has begun and that the driver has no answer to.
-    begun: Vec<u32>,
+fn world(seed: u64) -> World {
+    World::new(RingLayout::Split, RING, SIZE, seed)
 }
 
-/// A process that serves the queue.
-struct Life {
-    queue: SplitQueue,
-    /// Head and number of each request to answer.
-    tasks: Vec<(u16, u32)>,
-}
-
-impl World {
-    fn new(seed: u64) -> Self {
-        let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)]).unwrap());
-        let region = Arc::new(GuestMemory::anonymous(&[(0, 0x1000)]).unwrap());
-        Self {
-            driver: Driver::new(Arc::clone(&memory), RING),
-            memory,
-            region: InflightRegion::new(region, 2, SIZE).unwrap(),
-            random: seed * 2 + 1,
-            waiting: BTreeMap::new(),
-            offered: 0,
-            answered: 0,
-            begun: Vec::new(),
-        }
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        ((self.random >> 33) as usize) % end
-    }
-
-    fn open(&self) -> Result<(SplitQueue, Recovery), QueueError> {
-        let account = self.region.queue(1, RingLayout::Split).unwrap();
-        // The value from a front-end that knows nothing about the previous process.
-        let next_avail = self.driver.ring().used_idx();
-        let config = QueueConfig { next_avail, ..RING };
-        SplitQueue::with_inflight(LocalMemory::new(Arc::clone(&self.memory)), config, &account)
-    }
-
-    /// Starts a process. Requests that the previous one had begun must come first, in the same
-    /// order, except for requests that the driver has an answer to.
-    fn live(&mut self) -> Life {
-        let (queue, recovery) = self.open().unwrap();
-        assert!(!matches!(recovery, Recovery::Stale { .. }), "{recovery:?}");
-        let mut life = Life { queue, tasks: Vec::new() };
-        self.take_answers();
-        let before = std::mem::take(&mut self.begun);
-        while life.queue.has_recovered() {
-            let chain = life.queue.pop().unwrap().unwrap();
-            self.begin(&mut life, &chain);
-        }
-        // Requests follow that the previous process had only seen in the avail ring.
-        assert!(self.begun.starts_with(&before), "{before:?} became {:?}", self.begun);
-        life
-    }
-
-    fn begin(&mut self, life: &mut Life, chain: &crate::chain::Chain) {
-        let number: u32 = iomem::fits(chain.writable.bytes(), "a number");
-        assert_eq!(self.waiting.get(&chain.head.into()), Some(&number), "it was answered");
-        assert!(!self.begun.contains(&number), "{number} was begun twice");
-        self.begun.push(number);
-        life.tasks.push((chain.head, number));
-    }
-
-    fn take_answers(&mut self) {
-        while let Some(used) = self.driver.take_used() {
-            let number = self.waiting.remove(&used.head).expect("it was answered before");
-            assert_eq!(used.bytes, number);
-            self.begun.retain(|begun| *begun != number);
-            self.answered += 1;
-        }
-    }
-
-    fn step(&mut self, life: &mut Life) {
-        match self.below(7) {
-            0 | 1 if self.driver.room() > 0 => {
-                self.offered += 1;
-                let head = self.driver.add(&[Desc::writable(0x8000, self.offered)], None);
-                self.waiting.insert(head.into(), self.offered);
-                self.driver.publish();
-            }
-            0..=2 => {
-                if let Some(chain) = life.queue.pop().unwrap() {
-                    self.begin(life, &chain);
-                }
-            }
-            3 if !life.tasks.is_empty() => {
-                let at = self.below(life.tasks.len());
-                let (head, number) = life.tasks[at];
-                life.queue.push(head, number);
-                life.tasks.remove(at);
-            }
-            4 => drop(life.queue.publish_quietly()),
-            5 => self.stop(life),
-            _ => self.take_answers(),
-        }
-    }
-
-    /// Stops the queue with unanswered requests, and starts it again or goes on.
-    fn stop(&mut self, life: &mut Life) {
-        let _ = life.queue.publish();
-        life.queue.unmark_rest();
-        if self.below(2) == 0 {
-            *life = self.live();
-        }
-    }
-
-    fn finish(&mut self, life: &mut Life) {
-        while let Some(chain) = life.queue.pop().unwrap() {
-            self.begin(life, &chain);
-        }
-        for (head, number) in life.tasks.drain(..) {
-            life.queue.push(head, number);
-        }
-        let _ = life.queue.publish();
-        life.queue.unmark_rest();
-        assert!(account_of(self).marks().is_empty());
-        self.take_answers();
-        assert_eq!((self.answered, self.waiting.len()), (self.offered, 0));
-    }
-}
-
-/// Runs processes until all steps are done. The first one dies before store `first`, later ones
-/// after a random number of stores. Returns true if any process died.
-fn run(seed: u64, first: u32) -> bool {
-    let mut world = World::new(seed);
-    let mut left = 80;
-    let mut lives = 0;
-    death::after(Some(first));
-    loop {
-        let life = catch_unwind(AssertUnwindSafe(|| {
-            let mut life = world.live();
-            while left > 0 {
-                left -= 1;
-                world.step(&mut life);
-            }
-            life
-        }));
-        match life {
-            Ok(mut life) => {
-                death::after(None);
-                world.finish(&mut life);
-                return lives > 0;
-            }
-            Err(cause) if !cause.is::<death::SimulatedDeath>() => resume_unwind(cause),
-            Err(_) => {}
-        }
-        lives += 1;
-        let more: u32 = iomem::fits(world.below(40), "a number");
-        death::after((lives < 6).then_some(more));
-    }
+fn ring_of(world: &World) -> &Ring<Arc<GuestMemory>> {
+    let GuestDriver::Split(driver) = &world.driver else { unreachable!("it is split") };
+    driver.ring()
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "takes long")]
 fn nothing_is_lost_or_done_twice_whenever_the_process_dies() {
-    for seed in 0..40 {
-        let mut first = 0;
-        while run(seed, first) {
-            first += 1;
-        }
-        assert!(first > 50, "it has died before {first} stores only");
-    }
+    die_everywhere(world, 40, |world| assert!(account_of(world).marks().is_empty()));
 }
 
 fn fresh() -> World {
-    let mut world = World::new(3);
+    let mut world = world(3);
     let mut life = world.live();
     // Four chains are seen, three are popped, and the second is answered.
     for number in 1..=4 {
-        world.driver.add(&[Desc::writable(0x8000, number)], None);
-        world.driver.publish();
+        world.driver.offer(&[Desc::writable(0x8000, number)], None);
     }
     let heads: Vec<u16> = (0..3).map(|_| life.queue.pop().unwrap().unwrap().head).collect();
     life.queue.push(heads[1], 2);
@@ -219,12 +59,12 @@ fn an_account_says_where_to_continue() {
     let world = fresh();
     let (mut queue, recovery) = world.open().unwrap();
     assert_eq!(recovery, Recovery::Known { requests: 3 });
-    assert_eq!((queue.next_avail(), queue.available(true).unwrap()), (1, 3));
+    assert_eq!((queue.base(), queue.available(true).unwrap()), (1, 3));
     for (expected, has_more) in [(1, true), (3, true), (4, false)] {
         assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), expected);
         assert_eq!(queue.has_recovered(), has_more);
     }
-    assert_eq!(queue.next_avail(), 4);
+    assert_eq!(queue.base(), 4);
     assert!(queue.pop().unwrap().is_none());
 }
 
@@ -233,11 +73,11 @@ fn an_account_of_another_ring_is_replaced() {
     // The driver has set up the ring again, from the start or at a later entry.
     for (used_idx, avail_idx) in [(0, 0), (0, 1), (900, 901), (1, 1)] {
         let world = fresh();
-        world.driver.ring().put_used_idx(used_idx);
-        world.driver.ring().put_avail_idx(avail_idx);
+        ring_of(&world).put_used_idx(used_idx);
+        ring_of(&world).put_avail_idx(avail_idx);
         let (queue, recovery) = world.open().unwrap();
         assert!(matches!(recovery, Recovery::Stale { requests: 3 }), "{used_idx}: {recovery:?}");
-        assert_eq!(queue.next_avail(), used_idx, "as the front-end says");
+        assert_eq!(queue.base(), used_idx.into(), "as the front-end says");
         assert!(!queue.has_recovered());
         drop(queue);
         let (_, recovery) = world.open().unwrap();
@@ -251,8 +91,8 @@ fn a_half_replaced_account_has_no_requests() {
     for (used_idx, ahead) in (0..12).flat_map(|used| [0, 1, 2].map(|ahead| (used, ahead))) {
         let of_other_ring = || {
             let world = fresh();
-            world.driver.ring().put_used_idx(used_idx);
-            world.driver.ring().put_avail_idx(used_idx + ahead);
+            ring_of(&world).put_used_idx(used_idx);
+            ring_of(&world).put_avail_idx(used_idx + ahead);
             world
         };
         if !matches!(of_other_ring().open().unwrap().1, Recovery::Stale { .. }) {
@@ -357,7 +197,7 @@ fn open_short(world: &World, avail_idx: u16) -> (Inflight, Recovery) {
 /// A mark there would be of no ring: the next process would forget all requests.
 #[test]
 fn heads_beyond_the_ring_leave_no_mark() {
-    let world = World::new(0);
+    let world = world(0);
     let (mut inflight, recovery) = open_short(&world, 0);
     assert!(matches!(recovery, Recovery::New));
     inflight.seen([3, 4, 7].into_iter());
@@ -367,7 +207,7 @@ fn heads_beyond_the_ring_leave_no_mark() {
 
 #[test]
 fn requests_of_the_previous_process_alone_are_recovered() {
-    let world = World::new(0);
+    let world = world(0);
     let (mut inflight, _) = open_short(&world, 0);
     inflight.seen([3, 0, 2].into_iter());
     assert!([0, 2, 3].into_iter().all(|head| !inflight.is_recovered(head)));
