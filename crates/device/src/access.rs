@@ -6,7 +6,6 @@
 pub(crate) mod medium;
 pub(crate) mod persist;
 pub(crate) mod sense;
-pub(crate) mod task_resources;
 pub(crate) mod task_set;
 mod turns;
 pub(crate) mod wait_group;

@@ -11,7 +11,6 @@ pub(crate) mod process_status;
 pub(crate) mod reload;
 mod resizing;
 pub(crate) mod saved_state;
-mod watch;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -20,7 +19,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use blockio::executor::Lock;
-use device::Device;
+use device::{CallWatch, Device};
 
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::Subscribers;
@@ -194,6 +193,24 @@ impl Daemon {
                 Ok(Reply::Ending)
             }
         }
+    }
+
+    /// Watches for hanging calls and IoThreads until the returned watch is dropped. A process has
+    /// one watch. It must outlive the queues, because a hanging call keeps them from stopping.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses a signal handler or a thread.
+    pub fn watch(&self) -> Result<CallWatch> {
+        let threads = Arc::clone(&self.thread_watch);
+        let check = move |now| threads.lock().check(now);
+        Ok(CallWatch::start(check)?)
+    }
+
+    /// Asks every IoThread for a turn. The receiver is disconnected when all have turned.
+    pub(crate) fn ask_for_turns(&self) -> mpsc::Receiver<()> {
+        let pool = self.pool.lock();
+        pool.threads.as_ref().map_or_else(|| mpsc::channel().1, Threads::ask_for_turns)
     }
 
     /// The record of which process owns the exports.

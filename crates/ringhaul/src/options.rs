@@ -2,7 +2,6 @@
 
 pub mod config;
 pub(crate) mod export;
-pub mod sandbox;
 pub mod unit;
 
 use std::ffi::OsStr;
@@ -18,13 +17,13 @@ use device::blk::config::{QUEUES_MAX, SERIAL_BYTES};
 use disks::spec::completions;
 use ringhaul_options::key_value::{Parts, split_at_commas};
 use ringhaul_options::{EngineChoice, LockChoice, OnOff, parse_duration, parse_size};
-use sandbox::SandboxOptions;
 use serde::Deserialize;
 use virtqueue::MemoryFiles;
 
 use crate::fd_store::KeepConnections;
-use crate::socket::metrics_address::MetricsAddress;
+pub use crate::sandbox::options::{SandboxMode, SandboxOptions};
 use crate::spec::switches::Switches;
+use crate::spec::values::MetricsAddress;
 
 use crate::spec::qos::{LimitSpec, OnError, OnReadError};
 use crate::spec::settings::{POLL_MAX_US, PollLimits};

@@ -1,7 +1,6 @@
 //! Sockets that front-ends connect to; their peers, and the permissions of all sockets.
 
 pub mod inherited;
-pub mod metrics_address;
 pub mod peer;
 pub(crate) mod permissions;
 

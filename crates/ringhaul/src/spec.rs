@@ -3,12 +3,11 @@
 pub mod command;
 mod earlier_counters;
 pub(crate) mod file_record;
-pub(crate) mod identity;
 pub(crate) mod lease_id;
 pub(crate) mod parser_words;
 pub mod process;
 pub mod qos;
-mod rules;
+pub(crate) mod rules;
 pub mod settings;
 pub mod stats;
 pub mod status;

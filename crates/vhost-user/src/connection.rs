@@ -1,6 +1,5 @@
 //! The device as one front-end has set it up, and the effect of its messages.
 
-mod lock;
 mod log;
 mod negotiation;
 mod own_region;

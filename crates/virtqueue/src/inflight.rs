@@ -16,7 +16,6 @@
 //! fences are enough to keep their order.
 
 mod packed;
-mod recovery;
 mod region;
 
 use std::ops::Deref;
@@ -28,8 +27,7 @@ use crate::error::{InflightError, QueueError};
 use crate::memory::GuestMemory;
 use crate::rings::Rings;
 pub(crate) use packed::{PackedInflight, Taken};
-pub use recovery::Recovery;
-pub use region::{InflightAccount, InflightRegion, RingLayout};
+pub use region::{InflightAccount, InflightRegion, Recovery, RingLayout};
 use region::{SPLIT_ENTRY_BYTES, SPLIT_HEADER_BYTES, VERSION, account_bytes};
 
 /// Offsets in the account of a split ring. Its features, which are none, are at 0.

@@ -11,7 +11,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::task_resources::{NEVER, TaskResources};
+use super::medium::{NEVER, TaskResources};
 pub(crate) use super::wait_group::{WaitGroup, WaitToken};
 use crate::unit_address::{UnitAddress, UnitNumber};
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use clap_complete::ArgValueCandidates;
 use ringhaul::options::ExportArgs;
-use ringhaul::options::sandbox::SandboxMode;
+use ringhaul::options::SandboxMode;
 
 use super::connection::export_names;
 use super::doctor::DoctorArgs;

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ringhaul::options::sandbox::SandboxMode;
+use ringhaul::options::SandboxMode;
 use ringhaul::spec::process::{SuccessorProgress, SuccessorStart};
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};

@@ -9,7 +9,7 @@ use super::format::ProcessOptions;
 use crate::log::LogFormat;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
-use crate::options::sandbox::SandboxMode;
+use crate::sandbox::options::SandboxMode;
 use crate::spec::settings::SettingsChange;
 
 /// The options of `ringhaul serve`, where later ones replace earlier ones.

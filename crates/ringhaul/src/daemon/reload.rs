@@ -19,7 +19,7 @@ use crate::options::config::{Config, ConfigFile};
 use crate::options::export::OF_EXPORTS;
 use crate::process::service_manager;
 use crate::spec::command::{Command, CommandError, Removal, Reply};
-use crate::spec::identity::{matches_export, matches_unit};
+use crate::spec::rules::{matches_export, matches_unit};
 use crate::spec::settings::SettingsChange;
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
 use crate::threads::ownership::{ChangeGuard, Ownership, PassedOn};

@@ -19,8 +19,8 @@ use rustix::io::Errno;
 
 use crate::daemon::Daemon;
 use crate::socket::Endpoint;
-use crate::socket::metrics_address::MetricsAddress;
 use crate::spec::command::{Command, ExportState, Reply};
+use crate::spec::values::MetricsAddress;
 
 /// The most clients at once. Further ones wait to be accepted.
 const CLIENTS_MAX: usize = 16;

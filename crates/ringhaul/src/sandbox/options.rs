@@ -1,9 +1,44 @@
 //! The options of the sandbox.
 
-use clap::Args;
-use rustix::thread::CapabilitySet;
+use std::fmt;
 
-pub use crate::sandbox::SandboxMode;
+use clap::{Args, ValueEnum};
+use rustix::thread::CapabilitySet;
+use serde::{Deserialize, Serialize};
+
+/// Values of `--sandbox`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum SandboxMode {
+    /// As far as the kernel has the means, with a warning about each that is missing.
+    On,
+    /// Nothing is denied; system calls that the sandbox would deny go to the kernel's log.
+    Log,
+    /// None.
+    Off,
+    /// Like `on`, but the daemon does not start if the kernel lacks a part, and ends with status 5
+    /// at a system call that a thread does not need.
+    Strict,
+}
+
+impl SandboxMode {
+    /// Returns true if the daemon is confined.
+    #[must_use]
+    pub fn confines(self) -> bool {
+        matches!(self, Self::On | Self::Strict)
+    }
+}
+
+impl fmt::Display for SandboxMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::On => "on",
+            Self::Log => "log",
+            Self::Off => "off",
+            Self::Strict => "strict",
+        })
+    }
+}
 
 /// The options of the sandbox.
 #[derive(Debug, Clone, Args)]

@@ -8,7 +8,7 @@ use crate::log;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::sandbox::{self, Rules};
-use crate::socket::metrics_address::MetricsAddress;
+use crate::spec::values::MetricsAddress;
 use crate::spec::{EndpointSpec, ExportSpec};
 
 /// Enters the sandbox for these options and exports, and starts the thread of the log.

@@ -210,7 +210,7 @@ mod tests {
     use clap::{Args, FromArgMatches};
 
     use super::*;
-    use crate::sandbox::SandboxMode;
+    use crate::sandbox::options::SandboxMode;
     use crate::spec::settings::SettingsChange;
 
     fn options(arguments: &[&str]) -> ProcessOptions {

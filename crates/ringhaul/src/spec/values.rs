@@ -1,6 +1,10 @@
 //! Settings that have few values, or a form of their own, and names that are derived from the
 //! identity of a disk without revealing it.
 
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use device::blk::config::SERIAL_BYTES;
@@ -69,6 +73,34 @@ impl From<Wwn> for String {
     }
 }
 
+/// The address of a metrics server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// An address and a port.
+    Tcp(SocketAddr),
+    /// A socket in the file system.
+    Unix(PathBuf),
+}
+
+impl FromStr for MetricsAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(Self::Unix(path.into()));
+        }
+        text.parse().map(Self::Tcp).map_err(|_| {
+            format!("'{text}' is not of the form ADDRESS:PORT or unix:PATH, such as 127.0.0.1:9750")
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for MetricsAddress {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
 /// Checks a text that the guest sees, such as a serial number.
 pub(crate) fn check_text(text: &str, bytes: usize) -> Result<()> {
     if text.len() > bytes || !text.bytes().all(|byte| (0x20..0x7f).contains(&byte)) {
@@ -126,5 +158,15 @@ mod tests {
         assert_eq!(default_serial(""), "null");
         assert_eq!(default_naa("file system [1, 2], inode 7")[0] >> 4, 3);
         assert_ne!(default_naa("a"), default_naa("b"));
+    }
+
+    #[test]
+    fn an_address_is_a_port_or_a_path() {
+        assert_eq!("unix:/a".parse(), Ok(MetricsAddress::Unix("/a".into())));
+        let tcp = "127.0.0.1:9750".parse().unwrap();
+        assert_eq!("127.0.0.1:9750".parse(), Ok(MetricsAddress::Tcp(tcp)));
+        for bad in ["", "unix:", "9750", "localhost:9750", "127.0.0.1", "/a"] {
+            assert!(bad.parse::<MetricsAddress>().is_err(), "{bad}");
+        }
     }
 }

@@ -18,9 +18,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence};
 
-use super::recovery::Recovery;
 use super::region::{
-    InflightAccount, PACKED_ENTRY_BYTES, PACKED_HEADER_BYTES, RingLayout, VERSION, account_bytes,
+    InflightAccount, PACKED_ENTRY_BYTES, PACKED_HEADER_BYTES, Recovery, RingLayout, VERSION,
+    account_bytes,
 };
 use crate::death::before_store;
 use crate::descriptor_ring::{DescriptorRing, UsedWord};

@@ -13,7 +13,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail, ensure};
-use ringhaul::options::sandbox::SandboxMode;
+use ringhaul::options::SandboxMode;
 use ringhaul::spec::process::SuccessorStart;
 use ringhaul::takeover::wire::{Receiver, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

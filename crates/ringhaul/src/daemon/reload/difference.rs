@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::spec::command::{Command, NewSize};
-use crate::spec::identity::{unit_without_rules, without_rules};
 use crate::spec::qos::{QosChange, QosSpec};
+use crate::spec::rules::{unit_without_rules, without_rules};
 use crate::spec::{
     DeviceSpec, DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSettings, UnitSpec,
 };

@@ -6,8 +6,8 @@ use std::mem::discriminant;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::spec::identity::matches_export;
 use crate::spec::qos::QosSpec;
+use crate::spec::rules::matches_export;
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace, UnitSettings, UnitSpec};
 
