@@ -96,14 +96,6 @@ impl World for Kernel {
         self.preempt();
     }
 
-    fn run_sq_thread(&self, _: SqThread) {
-        unreachable!("no ring has a submission thread");
-    }
-
-    fn run_thread(&self, work: Box<dyn FnOnce()>) {
-        work();
-    }
-
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
         while !is_over() {
             if !self.answer_one() {
@@ -112,6 +104,18 @@ impl World for Kernel {
             }
         }
     }
+}
+
+fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+    let info = DiskInfo {
+        size_bytes: BYTES as u64,
+        logical_block_bytes: 512,
+        physical_block_bytes: 512,
+        read_only: false,
+        direct: true,
+    };
+    let descriptor = OwnedFd::from(file.reopen().unwrap());
+    DiskSource::simulated(descriptor, info, false, 512, 512)
 }
 
 fn scene(engine: EngineKind, seed: u64) -> Scene {
@@ -124,15 +128,7 @@ fn scene(engine: EngineKind, seed: u64) -> Scene {
     let installed = install(Rc::<Kernel>::clone(&kernel));
     let file = tempfile::NamedTempFile::new().unwrap();
     let thread = thread(engine);
-    let info = DiskInfo {
-        size_bytes: BYTES as u64,
-        logical_block_bytes: 512,
-        physical_block_bytes: 512,
-        read_only: false,
-        direct: true,
-    };
-    let descriptor = OwnedFd::from(file.reopen().unwrap());
-    let disk = DiskSource::simulated(descriptor, info, false, 512, 512).attach(thread.io());
+    let disk = simulated_file(&file).attach(thread.io());
     let complete: CompleteForeign =
         Rc::new(move |completer| kernel.foreign.borrow_mut().push(completer));
     let disk = Rc::new(disk);

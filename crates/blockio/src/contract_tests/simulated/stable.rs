@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use super::waiting::simulated_file;
 use super::*;
 use crate::config::ByteLimits;
 
@@ -23,20 +22,6 @@ impl World for Notes {
         self.now.get()
     }
 
-    fn preempt(&self) {}
-
-    fn ring(&self, _: u32) -> RingSetup {
-        unreachable!("its engine has threads")
-    }
-
-    fn admit(&self, _: RawFd, count: usize, _: usize) -> Result<usize, libc::c_int> {
-        Ok(count)
-    }
-
-    fn ends_poll(&self) -> bool {
-        false
-    }
-
     fn start(&self, op: KernelOp) -> bool {
         let bytes = op.buffers().bytes();
         let at = usize::try_from(op.offset()).unwrap();
@@ -53,14 +38,6 @@ impl World for Notes {
 
     fn spin(&self) {
         self.now.set(self.now.get() + Duration::from_micros(1));
-    }
-
-    fn run_sq_thread(&self, _: SqThread) {
-        unreachable!("no ring has a submission thread");
-    }
-
-    fn run_thread(&self, work: Box<dyn FnOnce()>) {
-        work();
     }
 
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {

@@ -23,20 +23,6 @@ impl World for FullDisk {
         self.now.get()
     }
 
-    fn preempt(&self) {}
-
-    fn ring(&self, _: u32) -> RingSetup {
-        unreachable!("its engine has threads")
-    }
-
-    fn admit(&self, _: RawFd, count: usize, _: usize) -> Result<usize, libc::c_int> {
-        Ok(count)
-    }
-
-    fn ends_poll(&self) -> bool {
-        false
-    }
-
     fn start(&self, op: KernelOp) -> bool {
         self.writes.set(self.writes.get() + 1);
         let bytes = i64::try_from(op.buffers().bytes()).unwrap();
@@ -51,32 +37,12 @@ impl World for FullDisk {
         self.now.set(self.now.get() + Duration::from_micros(1));
     }
 
-    fn run_sq_thread(&self, _: SqThread) {
-        unreachable!("no ring has a submission thread");
-    }
-
-    fn run_thread(&self, work: Box<dyn FnOnce()>) {
-        work();
-    }
-
     fn sleep(&self, deadline: Option<Instant>, is_over: &dyn Fn() -> bool) {
         if !is_over() {
             let when = deadline.expect("the loop sleeps and nothing will wake it");
             self.now.set(self.now.get().max(when));
         }
     }
-}
-
-pub(super) fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
-    let info = DiskInfo {
-        size_bytes: BYTES as u64,
-        logical_block_bytes: 512,
-        physical_block_bytes: 512,
-        read_only: false,
-        direct: true,
-    };
-    let descriptor = OwnedFd::from(file.reopen().unwrap());
-    DiskSource::simulated(descriptor, info, false, 512, 512)
 }
 
 /// Writes to a disk that has space again after `seconds`. Returns the seconds that this takes, and

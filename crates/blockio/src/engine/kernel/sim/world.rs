@@ -21,21 +21,27 @@ pub trait World {
     fn now(&self) -> Instant;
 
     /// Lets the rest of the world act at this point: completions may be posted, eventfds written.
-    fn preempt(&self);
+    fn preempt(&self) {}
 
-    /// The form of the completion ring for `depth` ops.
-    fn ring(&self, depth: u32) -> RingSetup;
+    /// The form of the completion ring for `depth` ops. Not called without rings.
+    fn ring(&self, _depth: u32) -> RingSetup {
+        unreachable!("this world has no rings")
+    }
 
-    /// Decides about a submit of `count` entries, the first for descriptor `first`, with room for
+    /// Decides about a submit of `count` entries, the first for descriptor `_first`, with room for
     /// `room` of them. Returns the number to take, from 1 to the lesser of both.
     ///
     /// # Errors
     ///
     /// The errno with which the simulated system call is to fail; it takes nothing then.
-    fn admit(&self, first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int>;
+    fn admit(&self, _first: RawFd, count: usize, room: usize) -> Result<usize, libc::c_int> {
+        Ok(count.min(room))
+    }
 
     /// Returns true if io_uring is to end a multishot poll with the event that it has just seen.
-    fn ends_poll(&self) -> bool;
+    fn ends_poll(&self) -> bool {
+        false
+    }
 
     /// Takes an op, which must be [answered](KernelOp::answer) at some time, perhaps before this
     /// returns. Returns false if the op was a bad entry of io_uring, and is answered.
@@ -45,11 +51,16 @@ pub trait World {
     fn spin(&self);
 
     /// Lets a submission thread of io_uring run. At some time it must [work](SqThread::work), until
-    /// it [sleeps](SqThread::sleep) or is gone. Called again when the thread is woken.
-    fn run_sq_thread(&self, thread: SqThread);
+    /// it [sleeps](SqThread::sleep) or is gone. Called again when the thread is woken. Not called
+    /// without submission threads.
+    fn run_sq_thread(&self, _thread: SqThread) {
+        unreachable!("this world has no submission threads")
+    }
 
     /// Runs `work` at some time as a thread of its own.
-    fn run_thread(&self, work: Box<dyn FnOnce()>);
+    fn run_thread(&self, work: Box<dyn FnOnce()>) {
+        work();
+    }
 
     /// Advances time until `is_over` returns true, or `deadline` has come. May return earlier, as
     /// after a signal.
