@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use virtqueue::driver::{Desc, PackedDriver};
-use virtqueue::{GuestMemory, LocalMemory, PackedQueue, SplitQueue};
+use virtqueue::{GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue};
 
 use crate::packed;
 use crate::ring::{F_WRITE, Hand, ISLAND, Ring, new_ring};
@@ -59,12 +59,12 @@ impl Drop for Leave<'_> {
 
 /// Runs `driver` and `device` at the same time in each round. Each returns true if it saw the
 /// opposite write, and at least one must. `prepare` and `settle` have the ring to themselves.
-fn race<D, Q>(
-    (mut ring, open): (D, impl FnOnce() -> Q + Send),
+fn race<D>(
+    (mut ring, device_side): (D, Unopened),
     prepare: impl Fn(&mut D, u64),
     driver: impl Fn(&mut D, u64) -> bool,
-    device: impl Fn(&mut Q) -> bool + Send,
-    settle: impl Fn(&mut Q) + Send,
+    device: impl Fn(&mut Virtqueue) -> bool + Send,
+    settle: impl Fn(&mut Virtqueue) + Send,
 ) {
     let state = Round::default();
     let mut missed = None;
@@ -72,7 +72,7 @@ fn race<D, Q>(
         let shared = &state;
         scope.spawn(move || {
             let _leave = Leave(shared);
-            let mut queue = open();
+            let mut queue = device_side.open();
             for round in 1.. {
                 settle(&mut queue);
                 shared.settled.meet(round);
@@ -108,33 +108,53 @@ fn race<D, Q>(
     assert_eq!(missed, None, "invariant 8: in this round each missed what the other wrote");
 }
 
-/// A split ring with a chain in its first descriptor, and a function that opens the device's side.
-fn split(event_idx: bool) -> (Ring, impl FnOnce() -> SplitQueue + Send) {
+/// The device's side of a ring, before it is opened.
+struct Unopened(Arc<GuestMemory>, RingLayout, QueueConfig);
+
+impl Unopened {
+    fn open(self) -> Virtqueue {
+        let Self(memory, layout, config) = self;
+        let memory = LocalMemory::new(memory);
+        let queue = Virtqueue::new(memory, layout, config, config.next_avail);
+        let mut queue = queue.expect("the ring is good");
+        assert!(queue.publish(), "invariant 8: the first call is forced");
+        queue
+    }
+}
+
+/// A split ring with a chain in its first descriptor.
+fn split(event_idx: bool) -> (Ring, Unopened) {
     let mut ring = new_ring(16, event_idx);
     ring.chain(0, &[(ISLAND, 1, F_WRITE)]);
     ring.set_avail_idx(0);
-    let (memory, config) = (Arc::clone(&ring.memory), ring.config);
-    let open = move || {
-        let memory = LocalMemory::new(memory);
-        let mut queue = SplitQueue::new(memory, config).expect("the ring is good");
-        assert!(queue.publish(), "invariant 8: the first call is forced");
-        queue
-    };
-    (ring, open)
+    let device = Unopened(Arc::clone(&ring.memory), RingLayout::Split, ring.config);
+    (ring, device)
 }
 
 type Packed = PackedDriver<Arc<GuestMemory>>;
 
-/// A packed ring, and a function that opens the device's side.
-fn packed(event_idx: bool) -> (Packed, impl FnOnce() -> PackedQueue + Send) {
+fn packed(event_idx: bool) -> (Packed, Unopened) {
     let (driver, memory) = packed::driver(15, event_idx);
-    let config = driver.config;
-    let open = move || {
-        let mut queue = packed::open(&memory, config).expect("the ring is good");
-        assert!(queue.publish(), "invariant 8: the first call is forced");
-        queue
-    };
-    (driver, open)
+    let device = Unopened(memory, RingLayout::Packed, driver.config);
+    (driver, device)
+}
+
+/// Answers a chain. Returns true if the driver wants a call.
+fn answer(queue: &mut Virtqueue) -> bool {
+    let chain = queue.pop().expect("the ring is good").expect("one is available");
+    queue.push(chain.head, 0);
+    // Like a device that checks for a wanted call later.
+    queue.publish_quietly();
+    queue.publish()
+}
+
+/// Answers a chain if the driver has made one available.
+fn answer_next(queue: &mut Virtqueue) {
+    queue.disable_kicks();
+    if let Some(chain) = queue.pop().expect("the ring is good") {
+        queue.push(chain.head, 0);
+        let _ = queue.publish();
+    }
 }
 
 /// Makes a chain available in a packed ring, after the answer to the previous one. Returns the
@@ -170,13 +190,7 @@ fn publish_race(event_idx: bool) {
             fence(Ordering::SeqCst);
             ring.used_idx() == low(round)
         },
-        |queue| {
-            let chain = queue.pop().expect("the ring is good").expect("one is available");
-            queue.push(chain.head, 0);
-            // Like a device that checks for a wanted call later.
-            queue.publish_quietly();
-            queue.publish()
-        },
+        answer,
         |_| (),
     );
 }
@@ -196,14 +210,8 @@ fn kick_race(event_idx: bool) {
                 ring.used_flags() == 0
             }
         },
-        SplitQueue::enable_kicks,
-        |queue| {
-            queue.disable_kicks();
-            if let Some(chain) = queue.pop().expect("the ring is good") {
-                queue.push(chain.head, 0);
-                let _ = queue.publish();
-            }
-        },
+        Virtqueue::enable_kicks,
+        answer_next,
     );
 }
 
@@ -220,12 +228,7 @@ fn packed_publish_race(event_idx: bool) {
             ring.enable_calls();
             ring.has_used()
         },
-        |queue| {
-            let chain = queue.pop().expect("the ring is good").expect("one is available");
-            queue.push(chain.head, 0);
-            queue.publish_quietly();
-            queue.publish()
-        },
+        answer,
         |_| (),
     );
 }
@@ -240,14 +243,8 @@ fn packed_kick_race(event_idx: bool) {
             // With the fence.
             ring.needs_kick(old)
         },
-        PackedQueue::enable_kicks,
-        |queue| {
-            queue.disable_kicks();
-            if let Some(chain) = queue.pop().expect("the ring is good") {
-                queue.push(chain.head, 0);
-                let _ = queue.publish();
-            }
-        },
+        Virtqueue::enable_kicks,
+        answer_next,
     );
 }
 
