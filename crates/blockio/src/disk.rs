@@ -5,10 +5,12 @@
 //! and bounces memory that the device cannot take as it is.
 
 pub(crate) mod driver;
+#[doc(hidden)]
 pub mod engine_trial;
 pub(crate) mod file;
 mod folder;
 mod foreign;
+#[doc(hidden)]
 pub mod hand_over;
 mod info;
 mod properties;
@@ -32,14 +34,20 @@ use crate::op::bounce::BounceShare;
 use crate::thread::io::Io;
 use driver::{Driver, FilePosition, Route};
 use file::FileDisk;
+#[doc(hidden)]
 pub use file::late_lock::{LATE_LOCK_PATIENCE, LateLock, smaller};
+#[doc(hidden)]
 pub use file::lock::{find_holders, set_holder_finder};
+#[doc(hidden)]
 pub use file::opening::open_for_other;
+#[doc(hidden)]
 pub use file::size_probe::SizeProbe;
+#[doc(hidden)]
 pub use folder::Folder;
+#[doc(hidden)]
+pub use info::WaitTimes;
 pub use info::{
-    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement,
-    TransferError, WaitTimes,
+    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement, TransferError,
 };
 pub use qos::LimitGroup;
 use qos::Shared;
@@ -47,6 +55,7 @@ use qos::bulk_turns::BulkTurns;
 pub use qos::error_policy::{ErrorAction, ErrorPolicy};
 pub use qos::limits::{Burst, Direction, Limits, Rate, Rates};
 use qos::throttle::Gate;
+#[doc(hidden)]
 pub use qos::throttle::{Requester, WaitMode};
 pub use source::DiskSource;
 use source::{DriverSource, SourceKind};

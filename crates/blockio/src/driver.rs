@@ -26,7 +26,7 @@
 //! wait for. The future of a request may be dropped at any time; an operation that it has begun
 //! then ends by itself.
 //!
-//! The other items are parts of this crate that such kinds share.
+//! Hidden items of this module are parts of this crate that the kinds of the crate `disks` share.
 
 use std::io;
 use std::rc::Rc;
@@ -38,14 +38,20 @@ use iomem::Buffers;
 
 use crate::clock::LoopClock;
 pub use crate::disk::driver::{Driver, FilePosition, Request};
+#[doc(hidden)]
 pub use crate::disk::qos::copy_turns::{COPY_BYTES_MAX, CopyTurns};
 pub use crate::disk::source::DriverSource;
+#[doc(hidden)]
 pub use crate::engine::kernel::Interest;
+#[doc(hidden)]
 pub use crate::executor::task::Owner;
+#[doc(hidden)]
 pub use crate::op::bounce::BounceShare;
 pub use crate::thread::foreign_op::{ForeignCompleter, ForeignOp};
 use crate::thread::io::Io;
+#[doc(hidden)]
 pub use crate::thread::io::TaskRef;
+#[doc(hidden)]
 pub use crate::watchdog::{Line, RateLimit, StallLog};
 
 impl Io {

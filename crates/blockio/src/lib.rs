@@ -22,17 +22,24 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! [`driver`] is the seam for other kinds of disks, [`thread`] for other sources of events. Parts
+//! that only the crates of this workspace share are public, and left out of these pages.
 
 mod admission;
+#[doc(hidden)]
 pub mod clock;
 pub mod config;
 #[cfg(test)]
 mod contract_tests;
 pub mod disk;
 pub mod driver;
+#[doc(hidden)]
 pub mod engine;
 mod error;
+#[doc(hidden)]
 pub mod executor;
+#[doc(hidden)]
 pub mod file;
 pub mod op;
 pub mod stats;

@@ -30,26 +30,26 @@ use crate::admission::{Admission, Lanes, OpTable};
 use crate::clock::nanoseconds;
 use crate::executor::mailbox::TaskKey;
 use crate::executor::task::Owner;
-pub use crate::file::io_file::{FileRef, IoFile};
+pub(crate) use crate::file::io_file::{FileRef, IoFile};
 pub use crate::file::op_kind::OpKind;
 use crate::file::op_kind::errno_of;
 use crate::file::open_file::OpTimes;
-pub use crate::file::open_file::OpenFile;
+pub(crate) use crate::file::open_file::OpenFile;
 use crate::file::write_loss::NOT_TRACKED;
 use crate::stats::{OpStats, Stats};
 use iomem::Buffers;
 
 /// A kernel operation.
 #[derive(Debug)]
-pub struct Op {
+pub(crate) struct Op {
     /// The operation.
-    pub kind: OpKind,
+    pub(crate) kind: OpKind,
     /// The file that it acts on.
-    pub file: FileRef,
+    pub(crate) file: FileRef,
     /// The first byte in the file.
-    pub offset: u64,
+    pub(crate) offset: u64,
     /// The data, for reads and writes.
-    pub buffers: Buffers,
+    pub(crate) buffers: Buffers,
 }
 
 impl Op {

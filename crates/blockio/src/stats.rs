@@ -15,6 +15,7 @@ use crate::clock::nanoseconds;
 use crate::executor::sync::atomic::{AtomicU64, Ordering};
 use iomem::fits;
 
+#[doc(hidden)]
 pub use slow::{Cause, SlowCauses};
 
 /// A count that one thread writes and any thread reads.
@@ -55,6 +56,7 @@ impl Gauge {
 
 /// The largest of the numbers that one thread has noted since a reader last took it.
 #[derive(Debug, Default)]
+#[doc(hidden)]
 pub struct Peak(AtomicU64);
 
 impl Peak {
@@ -166,6 +168,7 @@ impl<const BITS: u32> Histogram<BITS> {
 }
 
 /// The percentiles at which distributions of [`Sizes`] are shown.
+#[doc(hidden)]
 pub const SIZE_PERCENTILES: [f64; 11] =
     [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 99.99];
 

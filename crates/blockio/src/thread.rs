@@ -27,6 +27,7 @@ use io::Io;
 use remote::Remote;
 use turn::{Activity, Wait, earlier};
 
+#[doc(hidden)]
 pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 pub use reactor::{Armed, Source, SourceId};
 pub use registered::RegisteredMemory;

@@ -12,11 +12,11 @@ use crate::file::open_file::OpenFile;
 /// A handle of a file on one IoThread, which its ops share: a clone costs no atomic operation. The
 /// file's registration with the kernel ends when the last handle is dropped, and with it the last
 /// op that may name the file.
-pub type FileRef = Rc<IoFile>;
+pub(crate) type FileRef = Rc<IoFile>;
 
 /// See [`FileRef`].
 #[derive(Debug)]
-pub struct IoFile {
+pub(crate) struct IoFile {
     file: Arc<OpenFile>,
     engine: EngineKind,
     lane: u32,

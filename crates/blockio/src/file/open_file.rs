@@ -26,7 +26,7 @@ pub(crate) struct OpTimes {
 
 /// The state that all ops on one file share, on any IoThread.
 #[derive(Debug)]
-pub struct OpenFile {
+pub(crate) struct OpenFile {
     file: OwnedFd,
     /// For the log; empty if unknown.
     path: PathBuf,
@@ -101,7 +101,7 @@ impl OpenFile {
 
     /// The path of the file; empty if unknown.
     #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
