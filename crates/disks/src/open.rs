@@ -4,10 +4,10 @@ mod cancellation;
 pub mod for_other;
 #[cfg(feature = "qcow2")]
 mod image;
+mod image_file;
 pub mod inherit;
 #[cfg(feature = "luks")]
 mod luks;
-mod read_time;
 
 use std::path::Path;
 
@@ -16,10 +16,10 @@ use blockio::disk::Folder;
 use blockio::{DiskOptions, DiskSource};
 
 use crate::spec::{BackingFiles, DiskSpec, ImageFormat, RbdSpec};
-use image::{ImageFile, is_image, open_qcow2};
+use image::{is_image, open_qcow2};
 
 pub use cancellation::{CancelToken, with_hang_timeout};
-use read_time::ReadTime;
+use image_file::{ImageFile, ReadTime};
 
 /// Opens the disk that a text names, such as `qcow2:/srv/disk.qcow2`, in the grammar of
 /// [`spec`](crate::spec). Its files are opened with these options.
@@ -181,32 +181,19 @@ mod image {
     use anyhow::{Result, bail};
     use blockio::DiskSource;
     use blockio::disk::Folder;
-    use blockio::file::FileTable;
 
-    use crate::spec::BackingFiles;
-
-    /// The look-up of files, as for builds with images.
-    pub type LookUp<'a> = dyn Fn(&Path) -> Result<std::fs::File> + 'a;
+    use super::image_file::{ImageFile, ReadTime};
 
     /// Fails: this program was built without images.
     pub(super) fn is_image(_: &DiskSource) -> Result<bool> {
         bail!("cannot open an image: this program was built without images (feature qcow2)")
     }
 
-    /// The file of an image.
-    pub(super) struct ImageFile<'a> {
-        pub(super) source: DiskSource,
-        pub(super) file: Option<&'a Path>,
-        pub(super) allowed: &'a BackingFiles,
-        pub(super) files: Option<&'a FileTable>,
-        pub(super) look: Option<&'a LookUp<'a>>,
-    }
-
     /// Fails like [`is_image`].
     pub(super) fn open_qcow2(
         image: ImageFile<'_>,
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
-        _: super::read_time::ReadTime,
+        _: ReadTime,
     ) -> Result<DiskSource> {
         let ImageFile { source, file, allowed, files, look } = image;
         let _unused = (file, allowed, files, look.is_some());

@@ -11,10 +11,12 @@ use blockio::DiskOptions;
 use blockio::{DiskSource, file::FileTable};
 
 #[cfg(feature = "qcow2")]
-use super::image::{ImageFile, is_image, open_layers};
+use super::image::{is_image, open_layers};
+#[cfg(feature = "qcow2")]
+use super::image_file::ImageFile;
 use crate::spec::{BackingFiles, DiskSpec, ImageFormat, KeySpec};
 
-pub use super::image::LookUp;
+pub use super::image_file::LookUp;
 
 /// Opens a file of a disk with options that fit its place.
 /// [`open_for_other`](blockio::disk::open_for_other) is the model.

@@ -15,7 +15,7 @@ use blockio::disk::Folder;
 use blockio::file::FileTable;
 use rustix::fs::{Mode, OFlags};
 
-use super::read_time::ReadTime;
+use super::image_file::{ImageFile, LookUp, ReadTime};
 use crate::qcow2::{self, Layer};
 use crate::spec::BackingFiles;
 
@@ -45,23 +45,6 @@ pub(super) fn is_image(source: &DiskSource) -> Result<bool> {
 
 /// The most layers of an image, itself included.
 const LAYERS_MAX: usize = 32;
-
-/// The file of an image.
-pub(super) struct ImageFile<'a> {
-    /// The file as a disk.
-    pub(super) source: DiskSource,
-    /// The path of the file, if the image begins at its first byte.
-    pub(super) file: Option<&'a Path>,
-    /// The backing files that it may have.
-    pub(super) allowed: &'a BackingFiles,
-    /// Files that are open already.
-    pub(super) files: Option<&'a FileTable>,
-    /// The look-up of files for a program with fewer rights than this one.
-    pub(super) look: Option<&'a LookUp<'a>>,
-}
-
-/// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.
-pub type LookUp<'a> = dyn Fn(&Path) -> Result<File> + 'a;
 
 /// Opens a qcow2 image with its backing files. `open_backing` opens one for reading: a path, which
 /// may be relative to a folder that it must not leave.
