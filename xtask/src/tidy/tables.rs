@@ -108,10 +108,6 @@ pub(super) const SIMULATED_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/contract_tests.rs", "tests: futures on a simulated kernel"),
 ];
 
-/// Public items that no other crate, test, example or fuzz target names: the crate, the item, and
-/// its user.
-pub(super) const UNUSED_PUBLIC: &[(&str, &str, &str)] = &[];
-
 /// The floors of a crate.
 pub(super) struct Floors {
     /// The folder of its sources.

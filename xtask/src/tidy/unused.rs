@@ -12,10 +12,7 @@ use syn::visit::{self, Visit};
 use syn::{ImplItem, Item, ItemImpl, ItemMod, Visibility};
 
 use super::rust::is_cfg_test;
-use super::{Problem, Source, tables};
-
-/// The file with the exceptions.
-const TABLE: &str = "xtask/src/tidy/tables.rs";
+use super::{Problem, Source};
 
 /// Checks all libraries. `sources` is the whole tree.
 pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
@@ -27,7 +24,6 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
     let libraries = sources.iter().filter_map(|source| source.path.strip_suffix("lib.rs"));
     let libraries = libraries.filter(|folder| folder.ends_with("/src/") && *folder != "fuzz/src/");
     let mut problems = Vec::new();
-    let mut excepted = BTreeSet::new();
     for folder in libraries {
         let main = format!("{folder}main.rs");
         let is_inside = |path: &str| path.starts_with(folder) && path != main;
@@ -42,28 +38,10 @@ pub(super) fn check(sources: &[Source]) -> Vec<Problem> {
             if named(name) || library.signatures.contains(name) {
                 continue;
             }
-            let exception = tables::UNUSED_PUBLIC
-                .iter()
-                .position(|(start, item, _)| folder.starts_with(start) && item == name);
-            if let Some(row) = exception {
-                excepted.insert(row);
-                continue;
-            }
             for (source, line) in places {
                 let what = format!("public `{name}`, which no other crate or test names");
-                let advice = format!("make it private, or say in {TABLE} who needs it");
-                problems.push(source.problem(*line, what, advice));
+                problems.push(source.problem(*line, what, "make it private"));
             }
-        }
-    }
-    for (row, (folder, name, _)) in tables::UNUSED_PUBLIC.iter().enumerate() {
-        if !excepted.contains(&row) {
-            problems.push(Problem {
-                file: TABLE.to_owned(),
-                line: 1,
-                what: format!("`{name}` of {folder} needs no exception"),
-                advice: "take the row out".to_owned(),
-            });
         }
     }
     problems
@@ -192,7 +170,7 @@ mod tests {
             text: (*text).to_owned(),
         };
         let sources: Vec<Source> = files.iter().map(source).collect();
-        let problems = check(&sources).into_iter().filter(|problem| problem.file != TABLE);
+        let problems = check(&sources).into_iter();
         problems.map(|problem| format!("{} {}", problem.file, problem.what)).collect()
     }
 
