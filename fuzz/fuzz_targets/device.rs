@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use device::blk::config::{BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_VERSION_1};
-use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
+use device::{Device, LogEvents, QueueHandle, QueueSetup, QueueTuning, Ring};
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::{Input, memfd, open_descriptors, turn, wait};
 use rustix::event::{EventfdFlags, eventfd};
@@ -109,8 +109,11 @@ impl<'a> Run<'a> {
             num_queues: QUEUES,
             queue_size: 64,
             write_cache: switches & 1 == 0,
-            notify_batch: switches & 2 == 0,
-            fixed_buffers: switches & 4 != 0,
+            tuning: QueueTuning {
+                notify_batch: switches & 2 == 0,
+                fixed_buffers: switches & 4 != 0,
+                ..QueueTuning::default()
+            },
             ..BlkOptions::default()
         };
         let events = Arc::new(LogEvents::new("fuzz"));

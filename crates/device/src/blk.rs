@@ -13,7 +13,7 @@ use virtqueue::AnswerPlace;
 
 use crate::access::task_set::{WaitGroup, WaitToken};
 use crate::access::{DiskAccess, DiskUser};
-use crate::device_core::{CoreOptions, DeviceCore};
+use crate::device_core::DeviceCore;
 use crate::events::Events;
 use crate::queue::Queue;
 use crate::queue::per_thread::PerThread;
@@ -50,16 +50,8 @@ impl BlkDevice {
         access: Arc<DiskAccess>,
         events: Arc<dyn Events>,
     ) -> Self {
-        let core_options = CoreOptions {
-            notify_batch: options.notify_batch,
-            prefetch: options.prefetch,
-            in_order: options.in_order,
-            run_max: options.run_max,
-            fixed_buffers: options.fixed_buffers,
-            long_lists_bytes: options.long_lists_bytes,
-            answer_place: AnswerPlace::LastByte,
-        };
-        let core = DeviceCore::new(core_options, events);
+        let (tuning, in_order) = (options.tuning, options.in_order);
+        let core = DeviceCore::new(tuning, in_order, AnswerPlace::LastByte, events);
         let writeback = AtomicBool::new(options.write_cache);
         let queues = Arc::default();
         let shared = Shared { core, source, options, access, queues, writeback };

@@ -351,7 +351,7 @@ impl Device {
 
     fn register_memory(&self, io: &Rc<Io>, queue: &Queue) -> Option<RegisteredMemory> {
         let core = self.core();
-        if !core.options.fixed_buffers || !self.has_io_uring(io) {
+        if !core.tuning.fixed_buffers || !self.has_io_uring(io) {
             return None;
         }
         let registered = queue.register_memory(io);

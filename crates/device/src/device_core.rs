@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +14,7 @@ use virtqueue::{AnswerPlace, RingLayout};
 use crate::events::Events;
 use crate::queue::call_watch::CallTrust;
 use crate::queue::data_budget::DataBudget;
-use crate::queue::queue_setup::QueueOptions;
+use crate::queue::queue_setup::{QueueOptions, QueueTuning};
 use crate::stats::{Peaks, QueueStats, RequestTotals};
 
 /// A status or response code as a byte: the ring has one byte for it, the headers of Linux have
@@ -23,19 +22,6 @@ use crate::stats::{Peaks, QueueStats, RequestTotals};
 pub(crate) const fn byte(number: u32) -> u8 {
     let [byte, 0, 0, 0] = number.to_le_bytes() else { panic!("it is no byte") };
     byte
-}
-
-/// Options that both kinds of device have.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct CoreOptions {
-    pub(crate) notify_batch: bool,
-    pub(crate) prefetch: bool,
-    pub(crate) in_order: bool,
-    pub(crate) run_max: Option<NonZeroU16>,
-    pub(crate) fixed_buffers: bool,
-    pub(crate) long_lists_bytes: u64,
-    /// The place of the answer to a chain that has a fault.
-    pub(crate) answer_place: AnswerPlace,
 }
 
 /// State of a device for its queues and its controller.
@@ -47,7 +33,10 @@ pub(crate) struct DeviceCore {
     pub(crate) events: Arc<dyn Events>,
     /// Decides if calls may be plain writes, which can hang.
     trust: Arc<CallTrust>,
-    pub(crate) options: CoreOptions,
+    pub(crate) tuning: QueueTuning,
+    in_order: bool,
+    /// The place of the answer to a chain that has a fault.
+    answer_place: AnswerPlace,
     /// Counters of each queue that was ever started, by its number.
     stats: Lock<BTreeMap<u16, Arc<QueueStats>>>,
     /// The totals of earlier processes.
@@ -57,11 +46,24 @@ pub(crate) struct DeviceCore {
 }
 
 impl DeviceCore {
-    pub(crate) fn new(options: CoreOptions, events: Arc<dyn Events>) -> Self {
-        let trust = Arc::new(CallTrust::new(Arc::clone(&events)));
-        let (features, stats, earlier) = (AtomicU64::new(0), Lock::default(), Lock::default());
-        let (data_budget, was_handed_over) = (Arc::default(), AtomicBool::new(false));
-        Self { features, data_budget, events, trust, options, stats, earlier, was_handed_over }
+    pub(crate) fn new(
+        tuning: QueueTuning,
+        in_order: bool,
+        answer_place: AnswerPlace,
+        events: Arc<dyn Events>,
+    ) -> Self {
+        Self {
+            features: AtomicU64::new(0),
+            data_budget: Arc::default(),
+            trust: Arc::new(CallTrust::new(Arc::clone(&events))),
+            events,
+            tuning,
+            in_order,
+            answer_place,
+            stats: Lock::default(),
+            earlier: Lock::default(),
+            was_handed_over: AtomicBool::new(false),
+        }
     }
 
     /// Notes that another process of this program has stopped the queues that start from now on.
@@ -100,13 +102,10 @@ impl DeviceCore {
             event_idx: self.has(VIRTIO_RING_F_EVENT_IDX),
             indirect: self.has(VIRTIO_RING_F_INDIRECT_DESC),
             layout: self.layout(),
-            notify_batch: self.options.notify_batch,
-            prefetch: self.options.prefetch,
-            in_order: self.options.in_order,
-            run_max: self.options.run_max,
-            long_lists_bytes: self.options.long_lists_bytes,
+            tuning: self.tuning,
+            in_order: self.in_order,
             data_budget: Arc::clone(&self.data_budget),
-            answer_place: self.options.answer_place,
+            answer_place: self.answer_place,
             events: Arc::clone(&self.events),
             trust: Arc::clone(&self.trust),
             stats,

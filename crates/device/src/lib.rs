@@ -35,7 +35,7 @@ pub use moved_state::{MoveError, MovedState};
 pub use queue::QueueHandle;
 pub use queue::call_watch::{CallWatch, WatchError, prepare_calls};
 pub use queue::data_budget::SMALL_REQUEST_BYTES;
-pub use queue::queue_setup::{QueueSetup, Ring, StartError, StopKind};
+pub use queue::queue_setup::{QueueSetup, QueueTuning, Ring, StartError, StopKind};
 pub use queue::queue_status::QueueView;
 pub use stats::{
     BATCH_BOUNDS, BatchSizes, BatchStats, ErrorCause, KindStats, LATENCY_BOUNDS, Latency,

@@ -181,7 +181,7 @@ impl Queue {
             return Err(StartError::PackedInOrder);
         }
         let mut ring = setup.open_ring(memory.clone(), &options)?;
-        ring.set_prefetch(options.prefetch);
+        ring.set_prefetch(options.tuning.prefetch);
         ring.set_answer_place(options.answer_place);
         ring.set_log(setup.log);
         let status = Arc::new(QueueStatus::default());
@@ -196,7 +196,7 @@ impl Queue {
                 caller: Caller::new(options.trust),
             },
             budgets: Budgets {
-                lists: ListBudget::new(options.long_lists_bytes, Arc::clone(io.stats())),
+                lists: ListBudget::new(options.tuning.long_lists_bytes, Arc::clone(io.stats())),
                 data: QueueDataBudget::new(options.data_budget, Arc::clone(&status)),
             },
             control: Control {
@@ -216,10 +216,10 @@ impl Queue {
                 // The first push decides.
                 are_due: Cell::new(true),
                 in_order: OrderedCompletion::new(is_in_order),
-                notify_batch: options.notify_batch,
+                notify_batch: options.tuning.notify_batch,
             },
             barrier: RequestBarrier::default(),
-            batching: RefCell::new(Batching::new(options.run_max)),
+            batching: RefCell::new(Batching::new(options.tuning.run_max)),
             reports: Reports {
                 index: options.index,
                 events: options.events,

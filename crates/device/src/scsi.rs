@@ -15,7 +15,7 @@ use virtqueue::AnswerPlace;
 use crate::access::sense::Sense;
 use crate::access::task_set::{TaskId, TaskSelector, Treatment, WaitGroup};
 use crate::access::{DiskAccess, Peer};
-use crate::device_core::{CoreOptions, DeviceCore};
+use crate::device_core::DeviceCore;
 use crate::events::Events;
 use crate::queue::Queue;
 use crate::unit_address::{LUN_MAX, UnitAddress, UnitNumber};
@@ -92,17 +92,8 @@ impl ScsiDevice {
     ];
 
     pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
-        let core_options = CoreOptions {
-            notify_batch: options.notify_batch,
-            prefetch: options.prefetch,
-            in_order: false,
-            run_max: options.run_max,
-            fixed_buffers: options.fixed_buffers,
-            long_lists_bytes: options.long_lists_bytes,
-            answer_place: AnswerPlace::Front,
-        };
         let shared = Shared {
-            core: DeviceCore::new(core_options, events),
+            core: DeviceCore::new(options.tuning, false, AnswerPlace::Front, events),
             options,
             units: Arc::default(),
             sizes: [config::SENSE_SIZE.into(), config::CDB_SIZE.into()],

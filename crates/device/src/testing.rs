@@ -3,7 +3,6 @@
 use std::error::Error;
 use std::fs::File;
 use std::io;
-use std::num::NonZeroU16;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -21,10 +20,9 @@ use virtqueue::{
 use crate::blk::config::F_RING_PACKED;
 use crate::device::Device;
 use crate::events::{Events, QueueFault};
-use crate::queue::buffer_budget::LONG_LISTS_BYTES;
 use crate::queue::call_watch::CallTrust;
 use crate::queue::data_budget::DataBudget;
-use crate::queue::queue_setup::{QueueOptions, QueueSetup, Ring, StartError};
+use crate::queue::queue_setup::{QueueOptions, QueueSetup, QueueTuning, Ring, StartError};
 use crate::queue::queue_task::{self, Handler};
 use crate::queue::{Queue, QueueHandle};
 use crate::stats::QueueStats;
@@ -112,9 +110,8 @@ pub(crate) struct Scene {
     pub(crate) inflight: Option<InflightAccount>,
     pub(crate) region_is_own: bool,
     pub(crate) next_avail: u16,
-    pub(crate) run_max: Option<NonZeroU16>,
+    pub(crate) tuning: QueueTuning,
     pub(crate) in_order: bool,
-    pub(crate) long_lists_bytes: u64,
     pub(crate) data_budget: Arc<DataBudget>,
 }
 
@@ -158,9 +155,8 @@ impl Scene {
             inflight: None,
             region_is_own: false,
             next_avail: 0,
-            run_max: None,
+            tuning: QueueTuning::default(),
             in_order: false,
-            long_lists_bytes: LONG_LISTS_BYTES,
             data_budget: Arc::default(),
         }
     }
@@ -195,11 +191,8 @@ impl Scene {
             event_idx: false,
             indirect: false,
             layout: RingLayout::Split,
-            notify_batch: true,
-            prefetch: true,
+            tuning: self.tuning,
             in_order: self.in_order,
-            run_max: self.run_max,
-            long_lists_bytes: self.long_lists_bytes,
             data_budget: Arc::clone(&self.data_budget),
             answer_place: AnswerPlace::LastByte,
             events: Arc::<EventLines>::clone(&self.events),

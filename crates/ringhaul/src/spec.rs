@@ -278,7 +278,7 @@ pub struct ExportSettings {
     pub notify_batch: bool,
     /// For measurement: off lets the processor fetch each request only when it is read.
     pub prefetch: bool,
-    /// For measurement: see [`run_max`](device::blk::config::BlkOptions::run_max).
+    /// For measurement: see [`run_max`](device::QueueTuning::run_max).
     pub run_max: Option<NonZeroU16>,
     /// The guest's memory is registered with io_uring.
     pub fixed_buffers: bool,

@@ -1,10 +1,8 @@
 //! Features and the configuration space of virtio-blk (virtio 1.3, sections 5.2.3 and 5.2.4).
 
-use std::num::NonZeroU16;
-
 use blockio::disk::DiskInfo;
 
-use crate::queue::buffer_budget::LONG_LISTS_BYTES;
+use crate::queue::queue_setup::QueueTuning;
 
 pub use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE as F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE as F_CONFIG_WCE,
@@ -50,24 +48,11 @@ pub struct BlkOptions {
     pub queue_size: u16,
     /// Offers the driver a write cache, which it has to flush.
     pub write_cache: bool,
-    /// Lets completed requests share a call. Off is for measurement: then each request checks if
-    /// the driver wants a call.
-    pub notify_batch: bool,
-    /// Lets the processor fetch data of the next requests while one is served (see
-    /// [`SplitQueue::set_prefetch`](virtqueue::SplitQueue::set_prefetch)). Off is for measurement.
-    pub prefetch: bool,
+    /// Options of its queues.
+    pub tuning: QueueTuning,
     /// Answers requests in the order in which they were made available: for front-ends without an
     /// inflight region, which continue at used idx after their back-end died.
     pub in_order: bool,
-    /// For measurement: the chains of one run, at most 1024, with a check after each run if the
-    /// driver wants a call. `None`: both adapt to measured values.
-    pub run_max: Option<NonZeroU16>,
-    /// Registers the memory of the driver with engines that can keep its pages at hand. Only for
-    /// memory that never loses pages (see `Io::register_memory`).
-    pub fixed_buffers: bool,
-    /// The limit on the bytes of long buffer lists on one IoThread, at which this device leaves
-    /// chains in its rings.
-    pub long_lists_bytes: u64,
 }
 
 impl Default for BlkOptions {
@@ -77,12 +62,8 @@ impl Default for BlkOptions {
             num_queues: 1,
             queue_size: 128,
             write_cache: true,
-            notify_batch: true,
-            prefetch: true,
+            tuning: QueueTuning::default(),
             in_order: false,
-            run_max: None,
-            fixed_buffers: false,
-            long_lists_bytes: LONG_LISTS_BYTES,
         }
     }
 }

@@ -12,6 +12,7 @@ use virtqueue::{
 };
 
 use crate::events::Events;
+use crate::queue::buffer_budget::LONG_LISTS_BYTES;
 use crate::queue::call_watch::CallTrust;
 use crate::queue::data_budget::DataBudget;
 use crate::stats::QueueStats;
@@ -40,6 +41,38 @@ pub struct QueueSetup {
     pub log: Option<QueueLog>,
 }
 
+/// Options of the queues of a device, of either kind.
+#[derive(Debug, Clone, Copy)]
+pub struct QueueTuning {
+    /// Lets completed requests share a call. Off is for measurement: then each request checks if
+    /// the driver wants a call.
+    pub notify_batch: bool,
+    /// Lets the processor fetch data of the next requests while one is served (see
+    /// [`SplitQueue::set_prefetch`](virtqueue::SplitQueue::set_prefetch)). Off is for measurement.
+    pub prefetch: bool,
+    /// For measurement: the chains of one run, at most 1024, with a check after each run if the
+    /// driver wants a call. `None`: both adapt to measured values.
+    pub run_max: Option<NonZeroU16>,
+    /// Registers the memory of the driver with engines that can keep its pages at hand. Only for
+    /// memory that never loses pages (see `Io::register_memory`).
+    pub fixed_buffers: bool,
+    /// The limit on the bytes of long buffer lists on one IoThread, at which the device leaves
+    /// chains in its rings.
+    pub long_lists_bytes: u64,
+}
+
+impl Default for QueueTuning {
+    fn default() -> Self {
+        Self {
+            notify_batch: true,
+            prefetch: true,
+            run_max: None,
+            fixed_buffers: false,
+            long_lists_bytes: LONG_LISTS_BYTES,
+        }
+    }
+}
+
 /// Negotiated features and options of a queue.
 pub(crate) struct QueueOptions {
     pub(crate) index: u16,
@@ -48,11 +81,8 @@ pub(crate) struct QueueOptions {
     pub(crate) event_idx: bool,
     pub(crate) indirect: bool,
     pub(crate) layout: RingLayout,
-    pub(crate) notify_batch: bool,
-    pub(crate) prefetch: bool,
+    pub(crate) tuning: QueueTuning,
     pub(crate) in_order: bool,
-    pub(crate) run_max: Option<NonZeroU16>,
-    pub(crate) long_lists_bytes: u64,
     pub(crate) data_budget: Arc<DataBudget>,
     pub(crate) answer_place: AnswerPlace,
     pub(crate) events: Arc<dyn Events>,

@@ -345,6 +345,13 @@ mod tests {
         }
     }
 
+    /// A scene with a queue whose chains wait for the gate.
+    fn gated() -> (Scene, Rc<Gate>, QueueHandle) {
+        let (scene, gate) = (Scene::new(), Rc::<Gate>::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        (scene, gate, handle)
+    }
+
     fn buffer() -> [Desc; 1] {
         [Desc::writable(DATA, 8)]
     }
@@ -368,9 +375,7 @@ mod tests {
 
     #[test]
     fn a_stop_waits_for_popped_requests_only() {
-        let mut scene = Scene::new();
-        let gate = Rc::new(Gate::default());
-        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let (mut scene, gate, handle) = gated();
         // More than the first run takes.
         for _ in 0..20 {
             scene.offer(&buffer());
@@ -396,9 +401,7 @@ mod tests {
 
     #[test]
     fn a_queue_that_stops_can_be_told_to_go_on() {
-        let mut scene = Scene::new();
-        let gate = Rc::new(Gate::default());
-        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let (mut scene, gate, handle) = gated();
         scene.offer(&buffer());
         scene.turn(10);
         // The queue either waits for requests already, or has not yet seen the stop.
@@ -452,9 +455,7 @@ mod tests {
 
     #[test]
     fn a_fence_waits_for_requests_that_have_begun() {
-        let mut scene = Scene::new();
-        let gate = Rc::new(Gate::default());
-        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let (mut scene, gate, handle) = gated();
         scene.offer(&buffer());
         scene.offer(&buffer());
         scene.turn(10);
@@ -487,7 +488,7 @@ mod tests {
             scene.offer_without_kick(&[Desc::writable(DATA, 8); 20]);
         }
         take_elsewhere(&mut scene);
-        scene.long_lists_bytes = 1;
+        scene.tuning.long_lists_bytes = 1;
         let gate = Rc::new(Gate::default());
         let handle = scene.start(Gated(Rc::clone(&gate)));
         scene.turn(10);
@@ -523,7 +524,7 @@ mod tests {
         take_elsewhere(&mut scene);
         let later = scene.offer_without_kick(&buffer());
 
-        scene.run_max = NonZeroU16::new(1);
+        scene.tuning.run_max = NonZeroU16::new(1);
         let gate = Rc::new(Gate::default());
         gate.open();
         let handle = scene.start(Gated(gate));
@@ -543,9 +544,7 @@ mod tests {
     /// A driver that breaks the rules harms only itself.
     #[test]
     fn a_chain_with_many_buffers_may_come_again_before_it_is_answered() {
-        let mut scene = Scene::new();
-        let gate = Rc::new(Gate::default());
-        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let (mut scene, gate, handle) = gated();
         let head = scene.offer(&[Desc::writable(DATA, 8); 20]);
         let again = scene.driver.ring().avail_idx();
         scene
@@ -653,9 +652,7 @@ mod tests {
     /// The most unanswered requests include those that wait in the ring.
     #[test]
     fn calls_and_the_depth_are_counted_as_the_driver_sees_them() {
-        let mut scene = Scene::new();
-        let gate = Rc::new(Gate::default());
-        let handle = scene.start(Gated(Rc::clone(&gate)));
+        let (mut scene, gate, handle) = gated();
         scene.turn(10);
         let mut calls = count_of(&scene.call);
         for _ in 0..3 {

@@ -1,7 +1,5 @@
 //! Features and the configuration space of virtio-scsi (virtio 1.3, sections 5.6.3 and 5.6.4).
 
-use std::num::NonZeroU16;
-
 use virtio_bindings::virtio_config::{
     VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT, VIRTIO_F_RING_PACKED as F_RING_PACKED,
     VIRTIO_F_VERSION_1 as F_VERSION_1,
@@ -13,7 +11,7 @@ pub(crate) use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_F_CHANGE as F_CHANGE, VIRTIO_SCSI_F_HOTPLUG as F_HOTPLUG,
 };
 
-use crate::queue::buffer_budget::LONG_LISTS_BYTES;
+use crate::queue::queue_setup::QueueTuning;
 use crate::unit_address::LUN_MAX;
 
 /// Bytes of the configuration space.
@@ -41,16 +39,8 @@ pub struct ScsiOptions {
     pub num_queues: u16,
     /// Entries of a queue, 4 to 1024. The limit on segments follows from it.
     pub queue_size: u16,
-    /// Like [`BlkOptions::notify_batch`](crate::blk::config::BlkOptions::notify_batch).
-    pub notify_batch: bool,
-    /// Like [`BlkOptions::prefetch`](crate::blk::config::BlkOptions::prefetch).
-    pub prefetch: bool,
-    /// Like [`BlkOptions::run_max`](crate::blk::config::BlkOptions::run_max).
-    pub run_max: Option<NonZeroU16>,
-    /// Like [`BlkOptions::fixed_buffers`](crate::blk::config::BlkOptions::fixed_buffers).
-    pub fixed_buffers: bool,
-    /// Like [`BlkOptions::long_lists_bytes`](crate::blk::config::BlkOptions::long_lists_bytes).
-    pub long_lists_bytes: u64,
+    /// Options of its queues.
+    pub tuning: QueueTuning,
     /// If true, a command that an earlier process took waits for a unit that is not there. If
     /// false, it fails like new commands. Set it if units are added late after a crash.
     pub holds_commands: bool,
@@ -62,11 +52,7 @@ impl Default for ScsiOptions {
             num_queues: 1,
             // 254 segments, as in QEMU's own device.
             queue_size: 256,
-            notify_batch: true,
-            prefetch: true,
-            run_max: None,
-            fixed_buffers: false,
-            long_lists_bytes: LONG_LISTS_BYTES,
+            tuning: QueueTuning::default(),
             holds_commands: true,
         }
     }

@@ -11,7 +11,7 @@ use device::scsi::ScsiDevice;
 use device::scsi::config::{REQUEST_QUEUES_MAX, ScsiOptions};
 use device::scsi::unit::{Identifiers, UnitOptions};
 use device::unit_address::UnitAddress;
-use device::{Device, Events};
+use device::{Device, Events, QueueTuning};
 
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
@@ -92,6 +92,13 @@ impl ExportSpec {
         for ((_, settings), disk) in self.disks().iter().zip(disks) {
             groups.join(&disk.source, &settings.rules)?;
         }
+        let tuning = QueueTuning {
+            notify_batch: settings.notify_batch,
+            prefetch: settings.prefetch,
+            run_max: settings.run_max,
+            fixed_buffers: settings.fixed_buffers,
+            ..QueueTuning::default()
+        };
         match &self.device {
             DeviceSpec::Blk(spec) => {
                 let disk = disks.first().context("virtio-blk without a disk")?;
@@ -102,12 +109,8 @@ impl ExportSpec {
                     num_queues: settings.num_queues.unwrap_or(QUEUES_MAX),
                     queue_size: settings.queue_size,
                     write_cache: disk.cache.has_write_cache(),
-                    notify_batch: settings.notify_batch,
-                    prefetch: settings.prefetch,
+                    tuning,
                     in_order: settings.in_order,
-                    run_max: settings.run_max,
-                    fixed_buffers: settings.fixed_buffers,
-                    ..BlkOptions::default()
                 };
                 let access = shared_disks.access(&source)?;
                 // Reservations that initiators left behind apply before any of them returns.
@@ -129,10 +132,7 @@ impl ExportSpec {
                 let options = ScsiOptions {
                     num_queues: settings.num_queues.unwrap_or(REQUEST_QUEUES_MAX),
                     queue_size: settings.queue_size,
-                    notify_batch: settings.notify_batch,
-                    prefetch: settings.prefetch,
-                    run_max: settings.run_max,
-                    fixed_buffers: settings.fixed_buffers,
+                    tuning,
                     ..ScsiOptions::default()
                 };
                 let device = Device::scsi(options, events);

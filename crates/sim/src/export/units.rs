@@ -8,7 +8,7 @@ use device::blk::config::BlkOptions;
 use device::scsi::config::ScsiOptions;
 use device::scsi::unit::{Identifiers, UnitOptions};
 use device::scsi::{RemovedUnit, UnitError};
-use device::{Device, LogEvents};
+use device::{Device, LogEvents, QueueTuning};
 use iomem::fits;
 
 use super::Export;
@@ -26,10 +26,13 @@ const LONG_LISTS_BYTES: u64 = 1024;
 pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
     let num_queues = fits(plan.queues, "a number of queues");
     let queue_size = plan.queue_size();
-    let notify_batch = plan.no_notify_batch == 0;
-    let run_max = NonZeroU16::new(fits(plan.run_max, "chains of a run"));
-    let fixed_buffers = plan.fixed_buffers > 0;
-    let long_lists_bytes = LONG_LISTS_BYTES;
+    let tuning = QueueTuning {
+        notify_batch: plan.no_notify_batch == 0,
+        prefetch: true,
+        run_max: NonZeroU16::new(fits(plan.run_max, "chains of a run")),
+        fixed_buffers: plan.fixed_buffers > 0,
+        long_lists_bytes: LONG_LISTS_BYTES,
+    };
     let events = Arc::new(LogEvents::new(format!("sim-{index}")));
     if plan.scsi == 0 {
         let options = BlkOptions {
@@ -37,23 +40,15 @@ pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
             num_queues,
             queue_size,
             write_cache: plan.no_write_cache == 0,
-            notify_batch,
-            prefetch: true,
+            tuning,
             in_order: plan.in_order > 0,
-            run_max,
-            fixed_buffers,
-            long_lists_bytes,
         };
         return Device::blk(disks[0].source.clone(), options, events);
     }
     let options = ScsiOptions {
         num_queues,
         queue_size,
-        notify_batch,
-        prefetch: true,
-        run_max,
-        fixed_buffers,
-        long_lists_bytes,
+        tuning,
         // The guests abort nothing, and some of their commands name units that never come.
         holds_commands: false,
     };
