@@ -142,12 +142,11 @@ impl SessionLock {
     /// Ends the turn, in any state. The result comes when the lock is released; `None`: there was
     /// no turn.
     pub(super) fn end(
-        &mut self,
+        self,
         examiner: &Examiner,
         waker: &Waker,
     ) -> Option<oneshot::Receiver<io::Result<()>>> {
-        self.held_back.clear();
-        match std::mem::take(&mut self.state) {
+        match self.state {
             State::Free => None,
             State::Releasing(released) => Some(released),
             State::Taking(turn, _) | State::Held(turn) => {

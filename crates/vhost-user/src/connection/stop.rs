@@ -145,7 +145,8 @@ impl Connection {
     /// is pending until its memory is unmapped and its lock is released.
     pub(crate) fn release(&mut self) -> Release {
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
-        let unlocked = self.run_lock.end(&self.setup.examiner, &self.setup.waker);
+        let lock = std::mem::take(&mut self.run_lock);
+        let unlocked = lock.end(&self.setup.examiner, &self.setup.waker);
         self.rings.clear();
         self.relay = CallRelay::default();
         (self.inflight, self.own_region, self.log) = (None, None, None);

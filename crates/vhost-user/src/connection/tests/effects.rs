@@ -339,3 +339,60 @@ fn queues_run_on_all_iothreads() {
     scene.end();
     assert_eq!(second.io().tasks(), 0);
 }
+
+/// The next driver is logged only if its front-end asks for that.
+#[test]
+fn a_reset_of_the_device_ends_its_log() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.begin_log();
+    assert!(scene.connection.log.is_some() && scene.connection.features() & F_LOG_ALL != 0);
+    // A front-end that pauses its guest relies on the log.
+    assert_eq!(scene.tell(&Request::SetStatus(0), vec![]), Ended::Done);
+    assert!(scene.connection.log.is_some() && scene.connection.features() & F_LOG_ALL != 0);
+    assert_eq!(scene.tell(&Request::ResetDevice, vec![]), Ended::Done);
+    assert!(scene.connection.log.is_none() && scene.connection.features() & F_LOG_ALL == 0);
+    scene.end();
+}
+
+/// A log of this many bytes.
+fn log_of(size: u64) -> Request {
+    Request::SetLogBase(LogArea { size, file_offset: 0 })
+}
+
+/// A queue must not write beyond the end of its log.
+#[test]
+fn a_log_without_room_for_the_used_ring_of_a_running_queue_is_refused() {
+    // The log of this length ends where guest memory does.
+    const SHORT: u64 = (GUEST_ADDR + MEMORY_BYTES) / (8 * 4096);
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let log = scene.memory();
+    assert!(matches!(scene.tell(&log_of(2 * SHORT), log), Ended::Done | Ended::Answer(_)));
+    let addresses = addresses(USER_ADDR + 0x4000);
+    let end = GUEST_ADDR + MEMORY_BYTES;
+    let set = Request::SetVringAddr { index: 1, addresses, log: Some(end) };
+    assert_eq!(scene.tell(&set, vec![]), Ended::Done);
+    let log = scene.memory();
+    let refused = scene.tell(&log_of(SHORT), log);
+    let Ended::Refused { text, needs_ack: true } = refused else { panic!("{refused:?}") };
+    assert!(text.contains("the used ring of queue 1"), "{text}");
+    let before = Request::SetVringAddr { index: 1, addresses, log: Some(end - 0x1000) };
+    assert_eq!(scene.tell(&before, vec![]), Ended::Done);
+    let log = scene.memory();
+    assert!(matches!(scene.tell(&log_of(SHORT), log), Ended::Done | Ended::Answer(_)));
+    scene.end();
+}
+
+/// The front-end may unmap the earlier log once it has the answer.
+#[test]
+fn a_log_is_taken_by_the_queues_before_it_is_answered() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let log = scene.memory();
+    let outcome = begin(&mut scene, &log_of(MEMORY_BYTES), log);
+    let Outcome::Later(Work::Start(start)) = outcome else { panic!("it does not wait") };
+    assert!(scene.connection.settle().is_pending(), "no queue has the log");
+    let result = scene.settle();
+    assert!(matches!(scene.connection.started(start, result), Outcome::Answer(_)));
+    scene.end();
+}

@@ -199,6 +199,30 @@ fn a_ring_that_cannot_run_again_keeps_the_requests_that_it_has_left() {
     scene.end();
 }
 
+/// A front-end that asks with SKIP_DRAIN knows of the requests, and a new region has none.
+#[test]
+fn left_requests_are_of_one_region_until_the_front_end_has_the_base() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    let regions = [scene.get_region(), scene.get_region()];
+    assert_eq!(scene.bring(&regions[0]), Ended::Done);
+    scene.start();
+    let disable = Request::SetVringEnable { index: 0, value: 0 };
+    for knows in [true, false] {
+        assert_eq!(scene.tell(&disable, vec![]), Ended::Done);
+        scene.connection.rings[0].has_left = true;
+        if knows {
+            let base = scene.tell(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
+            assert!(matches!(base, Ended::Answer(_)), "{base:?}");
+        } else {
+            assert_eq!(scene.bring(&regions[1]), Ended::Done);
+        }
+        assert!(!scene.connection.rings[0].has_left, "{knows}");
+        let kick = Request::SetVringKick { index: 0, has_fd: true };
+        assert_eq!(scene.tell(&kick, vec![new_eventfd()]), Ended::Done);
+    }
+    scene.end();
+}
+
 /// Requests that a driver has left in the request rings must be known before task management
 /// begins.
 #[test]

@@ -118,6 +118,35 @@ fn rings_that_do_not_fit_into_their_region_do_not_start() {
     scene.end();
 }
 
+/// Used elements of a packed ring are among its descriptors, which may be anywhere in memory.
+#[test]
+fn memory_beyond_the_log_of_a_packed_ring_is_refused() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    for features in [SPLIT, PACKED] {
+        assert_eq!(scene.run_driver(features), Ended::Done);
+        let size = (GUEST_ADDR + MEMORY_BYTES) / (8 * 4096);
+        let log = scene.memory();
+        let set = Request::SetLogBase(LogArea { size, file_offset: 0 });
+        assert!(matches!(scene.tell(&set, log), Ended::Done | Ended::Answer(_)));
+        let addresses = addresses(USER_ADDR + 0x4000);
+        let set = Request::SetVringAddr { index: 1, addresses, log: Some(0) };
+        assert_eq!(scene.tell(&set, vec![]), Ended::Done);
+        let other = Region { guest_addr: 1 << 40, user_addr: 1 << 40, ..region() };
+        let memory = scene.memory();
+        let added = scene.tell(&Request::AddMemReg(other), memory);
+        if features == SPLIT {
+            assert_eq!(added, Ended::Done, "only the used ring is logged");
+        } else {
+            let Ended::Refused { text, needs_ack: true } = added else { panic!("{added:?}") };
+            assert!(text.contains("the log of writes is too small"), "{text}");
+        }
+        assert!(scene.connection.rings.iter().all(RingState::is_running));
+        scene.end_driver();
+        assert_eq!(scene.tell(&Request::ResetDevice, vec![]), Ended::Done);
+    }
+    scene.end();
+}
+
 /// The driver of a packed ring that has been set up just now.
 fn new_packed_driver(scene: &Scene) -> PackedDriver<Arc<GuestMemory>> {
     let memory = Arc::clone(&scene.connection.memory.map);

@@ -335,3 +335,22 @@ fn a_front_end_that_has_sent_its_next_message_has_its_answer() {
     assert!(theirs.read(&mut [0]).is_err(), "an answer came twice");
     end(next, session);
 }
+
+/// The next process answers them before it gives the base of their ring, as this one would. A ring
+/// that is enabled goes on with them.
+#[test]
+fn left_requests_of_a_disabled_ring_are_known_to_the_next_process() {
+    for enabled in [false, true] {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let process = Process::new();
+        let mut session = Session::new(ours, process.setup.clone(), Instant::now());
+        let ring = &mut session.connection.rings[0];
+        (ring.settings.started, ring.settings.enabled, ring.has_left) = (true, enabled, true);
+        let kept = Arc::<Mutex<Kept>>::default();
+        session.keep_with(mortal(&kept, NEVER));
+        let (next, going_on) = next_process(&kept, true);
+        std::mem::forget((process, session));
+        assert_eq!(going_on.connection.rings[0].has_left, !enabled);
+        end(next, going_on);
+    }
+}
