@@ -41,7 +41,7 @@ pub use file::lock::{find_holders, set_holder_finder};
 #[doc(hidden)]
 pub use file::opening::open_for_other;
 #[doc(hidden)]
-pub use file::size_probe::SizeProbe;
+pub use file::size_probe::{SizeChanges, SizeProbe};
 #[doc(hidden)]
 pub use folder::Folder;
 #[doc(hidden)]

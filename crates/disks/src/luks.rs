@@ -261,8 +261,8 @@ impl DriverSource for LuksSource {
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         let (block, below) = (u64::from(self.volume.block), self.below.size_probe()?);
-        let look = move || Ok(below.size_bytes()?.filter(|size| size.is_multiple_of(block)));
-        Some(Arc::new(SizeProbe::other(look)))
+        let whole = move |size: u64| size.is_multiple_of(block).then_some(size);
+        Some(Arc::new(SizeProbe::above(below, whole)))
     }
 
     fn probe_size(&self) -> Result<u64, Error> {

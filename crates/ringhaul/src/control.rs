@@ -26,11 +26,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockio::DiskSource;
 use blockio::executor::{Lock, start_thread};
-use blockio::stats::Counter;
 use device::oneshot;
-use rustix::event::{EventfdFlags, eventfd};
 use vhost_user::PassedFds;
 
+use crate::process::bell::Bell;
 use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
@@ -70,9 +69,7 @@ impl Control {
     ///
     /// When the kernel has no thread or descriptor left.
     pub fn start(ended: impl FnOnce() + Send + 'static) -> Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .context("cannot create an eventfd")?;
-        let alarm = Arc::new(Alarm { wake, wakes: Counter::default() });
+        let alarm = Arc::new(Alarm::new().context("cannot create an eventfd")?);
         let (orders, received) = mpsc::channel();
         let waker = Waker::from(Arc::clone(&alarm));
         let stages = Arc::<Stages>::default();
@@ -261,6 +258,11 @@ impl Control {
     /// When all exports have ended.
     pub(crate) fn watched_disks(&self) -> Answered<WatchedDisks> {
         self.ask(OrderKind::Query, |all| all.watched_disks())
+    }
+
+    /// Wakes the watch of disks.
+    pub(crate) fn monitor(&self) -> &Arc<Bell> {
+        &self.alarm.monitor
     }
 
     /// The number of times that the thread has woken. Exports do not change in between.

@@ -11,6 +11,7 @@ pub(crate) mod process_status;
 pub(crate) mod reload;
 mod resizing;
 pub(crate) mod saved_state;
+mod size_check;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;

@@ -1,5 +1,6 @@
 //! The process: its features, limits, descriptors, and the service manager.
 
+pub(crate) mod bell;
 pub mod limits;
 pub(crate) mod service_manager;
 

@@ -108,7 +108,7 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
         Some(endpoint) => listen(Some(endpoint), access, &daemon, options)?,
         None => None,
     };
-    let _sizes = DiskMonitor::start(Arc::downgrade(&daemon))?;
+    let _sizes = DiskMonitor::start(&daemon)?;
     let _metrics = start_metrics(metrics.as_ref(), &daemon)?;
     let _reports = Reports::start(&daemon)?;
     let opening = daemon.begin_restore(exports)?;
@@ -155,7 +155,7 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     control.iter_mut().for_each(Endpoint::keep);
     let control =
         ok_or_log(listen(control, access, &daemon, options), "the control socket").flatten();
-    let _sizes = ok_or_log(DiskMonitor::start(Arc::downgrade(&daemon)), "the watch of disk sizes");
+    let _sizes = ok_or_log(DiskMonitor::start(&daemon), "the watch of disk sizes");
     service_manager::ready();
     let _reports = ok_or_log(Reports::start(&daemon), "reports to the service manager");
     // The old process may have the address for some seconds.

@@ -24,6 +24,7 @@ pub mod nbd_server;
 pub mod page;
 pub mod prometheus;
 pub mod random;
+pub mod rest;
 pub mod server;
 pub mod service_manager;
 pub mod system;

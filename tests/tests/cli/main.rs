@@ -20,6 +20,7 @@ mod doctor_missing_unit;
 mod documented;
 mod format_warnings;
 mod held_writes;
+mod idle;
 mod install;
 mod left_requests;
 mod locks;

@@ -13,6 +13,7 @@ use ringhaul_kit::frontend::memory::{memfd, new_eventfd, take_count};
 use ringhaul_kit::frontend::message::{HEADER_BYTES, Message, NO_FD, code};
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk, check_service};
+use ringhaul_kit::rest::wait_for_rest;
 use ringhaul_kit::server::Engine;
 use rustix::event::epoll;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -25,6 +26,7 @@ for_each_engine! {
     anything_as_a_call,
     anything_as_an_err,
     a_call_that_is_full_and_may_block,
+    a_call_that_may_block_after_a_rest,
     an_err_that_is_full_and_may_block,
     an_err_that_is_replaced,
 }
@@ -209,6 +211,25 @@ fn a_call_that_is_full_and_may_block(engine: Engine) -> Result<()> {
     frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
     offer_read(&mut frontend)?;
     frontend.rings[1].poll_used(1)?;
+    daemon.terminate()?;
+    Ok(())
+}
+
+/// The watch of calls rests while a guest is idle, and returns with its next request.
+fn a_call_that_may_block_after_a_rest(engine: Engine) -> Result<()> {
+    let daemon = start(&DaemonOptions::new(engine))?;
+    let call = new_eventfd()?;
+    let mut frontend = Frontend::attach(daemon.socket(), &Setup::default())?;
+    frontend.send_checked(Message::ring_fd(code::SET_VRING_CALL, 1, Some(&call)))?;
+    frontend.settle(0)?;
+    make_block(&call)?;
+    wait_for_rest(daemon.pid(), "ringhaul-watch")?;
+    frontend.rings[1].enable_calls();
+    offer_read(&mut frontend)?;
+    frontend.rings[1].poll_used(1)?;
+    check_good_queue(&mut frontend)?;
+    daemon.wait_for_exactly("a call did not return", 1)?;
+    drop(frontend);
     daemon.terminate()?;
     Ok(())
 }

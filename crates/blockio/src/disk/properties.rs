@@ -89,6 +89,13 @@ impl DiskSource {
         }
     }
 
+    /// True if a layer of the disk is on a server that requests reach through a library or a
+    /// connection of this process.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        self.chain().iter().any(|link| matches!(link.kind, "nbd" | "rbd"))
+    }
+
     /// A probe for the possible size of the disk, which does not use the disk. `None` if the size
     /// never changes without a call of [`set_size`](Self::set_size).
     #[must_use]

@@ -163,8 +163,7 @@ impl DriverSource for RawSource {
         }
         let (part, below) = (self.part, self.below.size_probe()?);
         // A disk that ends before the part begins has no size to report.
-        let look = move || Ok(below.size_bytes()?.and_then(|size| part.size_within(size).ok()));
-        Some(Arc::new(SizeProbe::other(look)))
+        Some(Arc::new(SizeProbe::above(below, move |size| part.size_within(size).ok())))
     }
 
     fn probe_size(&self) -> Result<u64, Error> {

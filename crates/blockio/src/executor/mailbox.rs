@@ -107,6 +107,18 @@ impl Mailbox {
         true
     }
 
+    /// Adds a post that waits until the loop wakes for another reason. Returns false if the
+    /// IoThread has ended.
+    pub(crate) fn leave(&self, add: impl FnOnce(&mut Posted)) -> bool {
+        let mut inbox = self.inbox();
+        if inbox.closed {
+            return false;
+        }
+        add(&mut inbox.posted);
+        self.set_flag(&inbox, POSTED);
+        true
+    }
+
     /// Adds the result of an op. Returns true if the loop may sleep and the caller must wake it.
     #[must_use]
     pub(crate) fn put_result(&self, slot: u32, result: i64) -> bool {

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::executor::mailbox::Mailbox;
+use crate::executor::mailbox::{Call, Mailbox};
 use crate::executor::oneshot;
 use crate::stats::Stats;
 use crate::thread::io::Io;
@@ -24,14 +24,25 @@ impl Io {
     }
 }
 
+/// A call for the mailbox, which knows no handle of tasks.
+fn erased(call: impl FnOnce(&Rc<Io>) + Send + 'static) -> Call {
+    Box::new(move |io: &dyn Any| match io.downcast_ref::<Rc<Io>>() {
+        Some(io) => call(io),
+        None => unreachable!("a turn gives its handle to calls"),
+    })
+}
+
 impl Remote {
     /// Runs `call` on the IoThread between two turns. Returns false if the IoThread has ended.
     pub fn post(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
-        let call = move |io: &dyn Any| match io.downcast_ref::<Rc<Io>>() {
-            Some(io) => call(io),
-            None => unreachable!("a turn gives its handle to calls"),
-        };
-        self.mailbox.post(|posted| posted.calls.push(Box::new(call)))
+        self.mailbox.post(|posted| posted.calls.push(erased(call)))
+    }
+
+    /// Like [`post`](Self::post), but does not end a sleep: when the IoThread wakes for another
+    /// reason, it runs `call` before its tasks. A thread that is just waking up may run it a turn
+    /// later.
+    pub fn leave(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
+        self.mailbox.leave(|posted| posted.calls.push(erased(call)))
     }
 
     /// Like [`post`](Self::post), and waits for the result. `None` if the IoThread has ended.

@@ -4,10 +4,10 @@
 //! IoThread wait with it. An [`EventfdAdder`] cannot be made to wait, but costs twice the system
 //! time of a write. So queues write, and set a mark while they do.
 //!
-//! A thread checks the marks ten times a second while any queue runs. A mark that stays set means a
-//! hung write, which the thread interrupts with a signal. The device of that queue never calls by a
-//! write again, not even for another driver. All queues of the IoThread lose a fifth of a second,
-//! once.
+//! A thread checks the marks ten times a second while any queue runs and any IoThread works. A mark
+//! that stays set means a hung write, which the thread interrupts with a signal. The device of that
+//! queue never calls by a write again, not even for another driver. All queues of the IoThread lose
+//! a fifth of a second, once.
 //!
 //! A VMM that embeds the device does not need this for its own eventfds, and starts no watch.
 
@@ -152,12 +152,15 @@ pub struct CallWatch {
 impl CallWatch {
     /// Starts the watch; queues that start afterwards are watched. Takes over SIGURG. While any
     /// queue runs, the watch's thread calls `periodic` ten times a second with the time, so that
-    /// the process needs no second thread for periodic checks.
+    /// the process needs no second thread for periodic checks. If that returns true, the thread
+    /// rests until it is unparked: that must happen before an IoThread makes a call.
     ///
     /// # Errors
     ///
     /// When the kernel refuses a signal handler or a thread.
-    pub fn start(periodic: impl FnMut(Instant) + Send + 'static) -> Result<Self, WatchError> {
+    pub fn start(
+        periodic: impl FnMut(Instant) -> bool + Send + 'static,
+    ) -> Result<Self, WatchError> {
         install_handler().map_err(WatchError::Signal)?;
         // Set before the thread checks it.
         REGISTRY.lock().running = true;
@@ -182,7 +185,7 @@ impl Drop for CallWatch {
     }
 }
 
-fn watch_calls(mut periodic: impl FnMut(Instant)) {
+fn watch_calls(mut periodic: impl FnMut(Instant) -> bool) {
     loop {
         let marks: Vec<Arc<Mark>> = {
             let mut registry = REGISTRY.lock();
@@ -192,11 +195,10 @@ fn watch_calls(mut periodic: impl FnMut(Instant)) {
             registry.marks.retain(|mark| mark.strong_count() > 0);
             registry.marks.iter().filter_map(Weak::upgrade).collect()
         };
-        if marks.is_empty() {
+        if marks.is_empty() || periodic(Instant::now()) {
             std::thread::park();
             continue;
         }
-        periodic(Instant::now());
         let before: Vec<u32> = marks.iter().map(|m| m.writes.load(Ordering::Relaxed)).collect();
         let end = Instant::now() + INTERVAL;
         while let Some(left) = end.checked_duration_since(Instant::now())

@@ -92,6 +92,7 @@ impl Exports {
     pub(super) fn run(&mut self) {
         loop {
             self.alarm.wakes.add(1);
+            self.alarm.monitor.note_work();
             let now = Instant::now();
             while let Some(order) = self.next_order() {
                 let is_change = matches!(order.kind, OrderKind::Change | OrderKind::End);

@@ -1,6 +1,6 @@
 //! The parameters and results of orders to the control thread.
 
-use std::io::IoSlice;
+use std::io::{self, IoSlice};
 use std::sync::Arc;
 use std::task::Wake;
 
@@ -10,12 +10,14 @@ use blockio::{DiskSource, Remote};
 use device::Device;
 use device::scsi::ScsiDevice;
 use disks::open::CancelToken;
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use super::guest_turns::GuestTurns;
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::fd_store::FdStore;
+use crate::process::bell::Bell;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::spec::command::CommandError;
@@ -101,6 +103,8 @@ pub(crate) struct WatchedDisk {
     pub(crate) size_probe: Option<Arc<SizeProbe>>,
     /// The size that drivers know.
     pub(crate) size_bytes: u64,
+    /// True if a server has it, so that its state can change while no IoThread turns.
+    pub(crate) is_remote: bool,
     pub(crate) state: DiskState,
     /// The reason that failed requests wait, in any state.
     pub(crate) waiting: Option<DiskState>,
@@ -131,9 +135,19 @@ pub(super) struct Alarm {
     pub(super) wake: OwnedFd,
     /// The number of times that the thread has woken, for any reason.
     pub(super) wakes: Counter,
+    /// Wakes the watch of disks.
+    pub(super) monitor: Arc<Bell>,
 }
 
 impl Alarm {
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(super) fn new() -> io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { wake, wakes: Counter::default(), monitor: Arc::new(Bell::new()?) })
+    }
+
     pub(super) fn ring(&self) {
         // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
         // counter means that the thread is awake already.

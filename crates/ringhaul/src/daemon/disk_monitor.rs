@@ -3,9 +3,15 @@
 //!
 //! Growth is passed on to the guest. Shrinking is not: it may be a mistake, and the guest would
 //! discard its data beyond the new size.
+//!
+//! While the daemon works, sizes are checked each second. Otherwise the thread sleeps until an
+//! IoThread or the control thread wakes, or the kernel announces a change of a file. The kernel
+//! announces no change of a device, nor of a file that a server has: they are checked now and then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -18,15 +24,20 @@ use blockio::executor::start_thread;
 use crate::control::subscribers::{EventDetails, ExportEvent};
 use crate::control::{WatchedDisk, WatchedDisks};
 use crate::daemon::Daemon;
+use crate::daemon::size_check::{Announced, Check, Finding, Job, start_checker};
 use crate::log::rate_limit::RateLimit;
+use crate::process::bell::Bell;
 use crate::spec::UnitPlace;
-use crate::spec::command::{Command, CommandError, NewSize};
 use crate::spec::status::DiskState;
+use crate::threads::thread_watch::Watcher;
 
 /// The interval between checks of each disk.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The interval between looks at the states of disks while no thread of the daemon works.
+/// The interval while the daemon has no work, if the kernel does not announce all changes.
+const IDLE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The interval between looks at the states of such disks while the daemon has no work.
 const IDLE_LOOK: Duration = Duration::from_secs(15);
 
 /// The time that one slow check may delay checks of more disks. After it, the check continues on
@@ -35,7 +46,8 @@ const PATIENCE: Duration = Duration::from_millis(100);
 
 /// The thread that checks all disks in turn. Dropping this ends it.
 pub(crate) struct DiskMonitor {
-    end: Option<mpsc::Sender<()>>,
+    bell: Arc<Bell>,
+    has_ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -45,34 +57,38 @@ impl DiskMonitor {
     /// # Errors
     ///
     /// When the kernel has no thread left.
-    pub(crate) fn start(daemon: Weak<Daemon>) -> Result<Self> {
-        let (end, ended) = mpsc::channel();
+    pub(crate) fn start(daemon: &Arc<Daemon>) -> Result<Self> {
+        let bell = Arc::clone(daemon.control.monitor());
+        let has_ended = Arc::<AtomicBool>::default();
+        let daemon = Arc::downgrade(daemon);
+        let mut checks = Checks {
+            daemon,
+            bell: Arc::clone(&bell),
+            checker: None,
+            disks: BTreeMap::new(),
+            look: None,
+        };
+        let ended = Arc::clone(&has_ended);
         let watch = move || {
-            let mut checks = Checks { daemon, checker: None, disks: BTreeMap::new(), look: None };
-            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                checks.check_all();
+            while !ended.load(Ordering::Relaxed) {
+                let is_idle = checks.check_all();
+                checks.wait(is_idle);
             }
         };
         let thread = start_thread("ringhaul-sizes", watch);
         let thread = thread.context("cannot start the thread that watches the sizes of disks")?;
-        Ok(Self { end: Some(end), thread: Some(thread) })
+        Ok(Self { bell, has_ended, thread: Some(thread) })
     }
 }
 
 impl Drop for DiskMonitor {
     fn drop(&mut self) {
-        drop(self.end.take());
+        self.has_ended.store(true, Ordering::Relaxed);
+        self.bell.ring();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
-}
-
-/// The result of a check, except a size that the guest knows or has just received.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Finding {
-    Shrunk(u64),
-    Failed(String),
 }
 
 /// The known state of a disk.
@@ -98,6 +114,8 @@ type Key = (String, Option<UnitPlace>);
 
 struct Checks {
     daemon: Weak<Daemon>,
+    /// Ends a wait.
+    bell: Arc<Bell>,
     /// The thread that checks sizes, which may be waiting for a file system.
     checker: Option<mpsc::Sender<Job>>,
     disks: BTreeMap<Key, Known>,
@@ -109,6 +127,8 @@ struct Checks {
 struct Look {
     /// The disks whose sizes can change from outside.
     sized: Arc<Vec<WatchedDisk>>,
+    /// True if the state of a disk can change while no thread of the daemon works.
+    has_remote: bool,
     time: Instant,
     /// The wakes of the control thread, and the turns of IoThreads.
     activity: Option<(u64, u64)>,
@@ -124,33 +144,23 @@ impl Look {
     }
 }
 
-/// Work of the thread that checks sizes.
-enum Job {
-    One(Check),
-    /// Answers true if no size has changed.
-    All(Arc<Vec<WatchedDisk>>, mpsc::Sender<bool>),
-}
-
-/// A check of one disk, with the channel for its result.
-struct Check {
-    disk: WatchedDisk,
-    daemon: Weak<Daemon>,
-    found: mpsc::Sender<Option<Finding>>,
-}
-
 impl Checks {
-    fn check_all(&mut self) {
-        let Some(daemon) = self.daemon.upgrade() else { return };
-        if !self.look.as_ref().is_some_and(|look| look.is_current(&daemon)) {
+    /// Checks all disks. Returns true if nothing has happened since the last check.
+    fn check_all(&mut self) -> bool {
+        let Some(daemon) = self.daemon.upgrade() else { return false };
+        let is_idle = self.look.as_ref().is_some_and(|look| look.is_current(&daemon));
+        if !is_idle {
             self.look = self.look_at(&daemon);
         }
         drop(daemon);
-        let Some(sized) = self.look.as_ref().map(|look| Arc::clone(&look.sized)) else { return };
-        let has_news = |known: &Known| known.checking.is_some() || known.finding.is_some();
-        if sized.is_empty() || (!self.disks.values().any(has_news) && self.are_unchanged(&sized)) {
-            return;
+        let Some(look) = &self.look else { return false };
+        let sized = Arc::clone(&look.sized);
+        let has_news = self.disks.values().any(Known::has_news);
+        if sized.is_empty() || (!has_news && self.are_unchanged(&sized)) {
+            return is_idle;
         }
         self.check_sizes(&sized);
+        false
     }
 
     /// Returns true if all disks have the sizes that their drivers know. One answer for all costs
@@ -164,6 +174,44 @@ impl Checks {
             self.checker = None;
         }
         answer == Some(true)
+    }
+
+    /// Waits until the next check of all disks.
+    fn wait(&mut self, is_idle: bool) {
+        let Some(announced) = is_idle.then(|| self.begin_rest()).flatten() else {
+            self.bell.wait(None, Some(INTERVAL));
+            return;
+        };
+        self.bell.await_work();
+        let is_current = |look: &Look| self.daemon.upgrade().is_some_and(|it| look.is_current(&it));
+        let limit = match &self.look {
+            Some(look) if !is_current(look) => Some(Duration::ZERO),
+            Some(look) if announced.is_complete && !look.has_remote => None,
+            _ => Some(IDLE_INTERVAL),
+        };
+        self.bell.wait(announced.changes.as_ref().map(AsFd::as_fd), limit);
+    }
+
+    /// Returns the means to wait for a change if there is no reason to check again in a second.
+    fn begin_rest(&mut self) -> Option<Announced> {
+        let look = self.look.as_ref()?;
+        let daemon = self.daemon.upgrade()?;
+        let bell = Arc::clone(&self.bell);
+        let mut threads = daemon.thread_watch.lock();
+        let may_rest = threads.may_rest(Watcher::Disks, move || bell.ring());
+        drop(threads);
+        drop(daemon);
+        if !may_rest {
+            return None;
+        }
+        let (announce, announced) = mpsc::channel();
+        let sized = Arc::clone(&look.sized);
+        self.send(Job::Watch(sized, announce)).ok()?;
+        let answer = announced.recv_timeout(PATIENCE).ok();
+        if answer.is_none() {
+            self.checker = None;
+        }
+        answer.flatten()
     }
 
     /// Reports states that are worse than before. `None`: all exports have ended.
@@ -182,9 +230,10 @@ impl Checks {
                 daemon.subscribers().report(event);
             }
         }
+        let has_remote = watched.iter().any(|disk| disk.is_remote);
         watched.retain(|disk| disk.size_probe.is_some());
         let activity = turns.map(|turns| (wakes, turns));
-        Some(Look { sized: Arc::new(watched), time: Instant::now(), activity })
+        Some(Look { sized: Arc::new(watched), has_remote, time: Instant::now(), activity })
     }
 
     /// Checks sizes. All checks wait in one queue, so that the thread that carries them out wakes
@@ -265,6 +314,11 @@ fn name_of(place: Option<UnitPlace>) -> String {
 }
 
 impl Known {
+    /// Returns true if the disk is to be checked by itself.
+    fn has_news(&self) -> bool {
+        self.checking.is_some() || self.finding.is_some()
+    }
+
     /// Returns the message and the number of suppressed ones, if failed requests of the disk wait
     /// or have waited since the last check. Logs the message. A disk that fails repeatedly is
     /// reported a few times a minute.
@@ -367,54 +421,6 @@ fn report_waiting(disk: &WatchedDisk, left_out: u64) -> String {
     message
 }
 
-/// Starts a thread that checks disks until the sender is dropped.
-fn start_checker() -> io::Result<mpsc::Sender<Job>> {
-    let (requests, jobs) = mpsc::channel::<Job>();
-    let work = move || {
-        for job in jobs {
-            // The receiver may be gone if the check took too long.
-            match job {
-                Job::One(Check { disk, daemon, found }) => {
-                    let _ = found.send(check(&disk, &daemon));
-                }
-                Job::All(disks, found) => {
-                    let _ = found.send(disks.iter().all(is_unchanged));
-                }
-            }
-        }
-    };
-    start_thread("ringhaul-size", work)?;
-    Ok(requests)
-}
-
-/// Returns true if a disk has the size that its drivers know, or its size is not known now.
-fn is_unchanged(disk: &WatchedDisk) -> bool {
-    let size = disk.size_probe.as_ref().map_or(Ok(None), |probe| probe.size_bytes());
-    size.is_ok_and(|size| size.is_none_or(|size| size == disk.size_bytes))
-}
-
-/// Checks the size of a disk, and resizes it for its guest if it has grown. Blocks for as long as
-/// the file system does.
-fn check(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
-    let size = match disk.size_probe.as_ref()?.size_bytes() {
-        Ok(size) => size?,
-        Err(error) => return Some(Finding::Failed(error.to_string())),
-    };
-    if size < disk.size_bytes {
-        return Some(Finding::Shrunk(size));
-    }
-    if size == disk.size_bytes {
-        return None;
-    }
-    let daemon: Arc<Daemon> = daemon.upgrade()?;
-    let resize = Command::Resize(disk.export.clone(), disk.place, NewSize::default());
-    match daemon.handle(resize) {
-        Err(CommandError::Failed(error)) => Some(Finding::Failed(format!("{error:#}"))),
-        // The export has changed or ended in the meantime.
-        Ok(_) | Err(_) => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
@@ -433,6 +439,7 @@ mod tests {
             place: None,
             size_probe: disk.size_probe(),
             size_bytes: 512,
+            is_remote: false,
             state: disk.state(),
             waiting: None,
             loss: None,
@@ -499,6 +506,7 @@ mod tests {
             place: None,
             size_probe: None,
             size_bytes: 512,
+            is_remote: false,
             state: disk::DiskState::Ready,
             waiting: None,
             loss: None,

@@ -61,7 +61,6 @@ pub(super) const TABLES: &[Table] = &[
             "ringhaul-reload",
             "ringhaul-restore",
             "ringhaul-side",
-            "ringhaul-size",
         ],
         calls: &[
             COMMON,
@@ -74,6 +73,23 @@ pub(super) const TABLES: &[Table] = &[
             MEMORY_FILES,
             FILE_SIZES,
             LIMITS,
+        ],
+        uses_disks: true,
+    },
+    Table {
+        threads: &["ringhaul-size"],
+        calls: &[
+            COMMON,
+            THREADS,
+            LOOP,
+            DATA,
+            MESSAGES,
+            FILES,
+            SOCKETS,
+            MEMORY_FILES,
+            FILE_SIZES,
+            LIMITS,
+            CHANGES,
         ],
         uses_disks: true,
     },
@@ -268,6 +284,9 @@ const MEMORY_FILES: &[c_long] = &[libc::SYS_memfd_create];
 
 /// Sizes of files in memory, of disks, and of the file of reservations.
 const FILE_SIZES: &[c_long] = &[libc::SYS_ftruncate];
+
+/// Changes of files that the kernel announces.
+const CHANGES: &[c_long] = &[libc::SYS_inotify_init1, libc::SYS_inotify_add_watch];
 
 /// Limits of this process, which are read. (`calls.rs` denies the limits of other processes.)
 const LIMITS: &[c_long] = &[libc::SYS_prlimit64];
@@ -485,6 +504,7 @@ mod tests {
             (libc::SYS_memfd_create, also(&["iothread-", "ringhaul-control"])),
             (libc::SYS_ftruncate, also(&["iothread-", "ringhaul-control", "ringhaul-reserve"])),
             (libc::SYS_prlimit64, also(&["iothread-", "ringhaul-control"])),
+            (libc::SYS_inotify_add_watch, only(&["ringhaul-size"])),
         ] {
             assert_eq!(threads_with(call), threads, "threads with call {call}");
         }

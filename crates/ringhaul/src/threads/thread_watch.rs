@@ -6,6 +6,12 @@
 //!
 //! An IoThread that sleeps while its disks have operations is woken, so that it reports operations
 //! that are not answered; see `watchdog.rs` of blockio.
+//!
+//! While all IoThreads sleep without operations, the threads that watch them rest. Each leaves a
+//! note with each IoThread, which reads it when it wakes, before it does anything else.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use std::time::{Duration, Instant};
 
@@ -22,6 +28,21 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 pub(crate) struct ThreadWatch {
     threads: Vec<Watched>,
     checked_at: Option<Instant>,
+    /// The turns of all IoThreads when each watcher last asked if it may rest, if all slept then.
+    rests: [Option<u64>; Watcher::COUNT],
+}
+
+/// A thread that rests while all IoThreads sleep.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Watcher {
+    /// The watch of calls and of stuck IoThreads.
+    Threads,
+    /// The watch of disks.
+    Disks,
+}
+
+impl Watcher {
+    const COUNT: usize = 2;
 }
 
 struct Watched {
@@ -32,6 +53,8 @@ struct Watched {
     since: Instant,
     is_woken: bool,
     reported_at: Option<Instant>,
+    /// True for a watcher whose note the thread has not read.
+    has_note: [Arc<AtomicBool>; Watcher::COUNT],
 }
 
 /// The result of a check.
@@ -48,7 +71,7 @@ enum Finding {
 
 impl ThreadWatch {
     pub(crate) const fn new() -> Self {
-        Self { threads: Vec::new(), checked_at: None }
+        Self { threads: Vec::new(), checked_at: None, rests: [None; Watcher::COUNT] }
     }
 
     pub(crate) fn add(&mut self, name: String, remote: Remote) {
@@ -60,6 +83,7 @@ impl ThreadWatch {
             since,
             is_woken: false,
             reported_at: None,
+            has_note: Default::default(),
         });
     }
 
@@ -70,11 +94,40 @@ impl ThreadWatch {
         stats.map(|stats| (stats.is_idle.get() == 1).then(|| stats.turns.get())).sum()
     }
 
-    /// Checks all threads if it is time. Forgets threads that have ended.
-    pub(crate) fn check(&mut self, now: Instant) {
+    /// Returns true if `watcher` may rest until `wake` is called: all IoThreads have slept since it
+    /// last asked, and the first one that wakes calls `wake`. The watcher asks some time later than
+    /// the last time, because an IoThread that was waking then may have missed its note.
+    pub(crate) fn may_rest(
+        &mut self,
+        watcher: Watcher,
+        wake: impl Fn() + Clone + Send + 'static,
+    ) -> bool {
+        let turns = self.turns_if_idle();
+        let before = std::mem::replace(&mut self.rests[watcher as usize], turns);
+        if turns.is_none() || turns != before {
+            return false;
+        }
+        let mut has_all = true;
+        for thread in &self.threads {
+            let has_note = &thread.has_note[watcher as usize];
+            if !has_note.swap(true, Ordering::Relaxed) {
+                has_all = false;
+                let (has_note, wake) = (Arc::clone(has_note), wake.clone());
+                thread.remote.leave(move |_| {
+                    has_note.store(false, Ordering::Relaxed);
+                    wake();
+                });
+            }
+        }
+        has_all
+    }
+
+    /// Checks all threads if it is time. Forgets threads that have ended. Returns true if the
+    /// calling thread may rest until it is unparked.
+    pub(crate) fn check(&mut self, now: Instant) -> bool {
         let passed = self.checked_at.map(|checked| now.saturating_duration_since(checked));
         if passed.is_some_and(|passed| passed < CHECK_INTERVAL) {
-            return;
+            return false;
         }
         self.checked_at = Some(now);
         // Checks were missing: the caller was late, or the process was stopped.
@@ -106,6 +159,8 @@ impl ThreadWatch {
                 }
             }
         });
+        let watch = std::thread::current();
+        self.may_rest(Watcher::Threads, move || watch.unpark())
     }
 }
 
@@ -137,7 +192,8 @@ impl Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blockio::{EngineConfig, IoThread, IoThreadConfig};
+    use blockio::{EngineConfig, IoThread, IoThreadConfig, Wait};
+    use std::sync::atomic::AtomicU64;
 
     #[test]
     fn a_thread_that_is_woken_and_does_not_turn_is_stuck() {
@@ -161,6 +217,39 @@ mod tests {
         assert_eq!(watched.find(1, false, at(75)), Finding::Stuck(Duration::from_secs(63)));
         assert_eq!(watched.find(2, false, at(76)), Finding::Resumed(Duration::from_secs(64)));
         assert_eq!(watched.find(3, false, at(77)), Finding::Nothing);
+    }
+
+    #[test]
+    fn watchers_rest_until_an_io_thread_wakes() {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let threads = [(); 2].map(|()| IoThread::new(&config).unwrap());
+        let mut watch = ThreadWatch::new();
+        for thread in &threads {
+            watch.add("iothread".into(), thread.remote());
+        }
+        let wakes = Arc::new(AtomicU64::new(0));
+        let mut may_rest = |watcher| {
+            let wakes = Arc::clone(&wakes);
+            let wake = move || {
+                wakes.fetch_add(1, Ordering::Relaxed);
+            };
+            watch.may_rest(watcher, wake)
+        };
+        let set_idle = |idle| threads.iter().for_each(|it| it.remote().stats().is_idle.set(idle));
+        let mut asked = |watcher| [(); 4].map(|()| may_rest(watcher));
+        assert_eq!(asked(Watcher::Disks), [false; 4], "they work");
+        set_idle(1);
+        // The second time they have notes, which a thread may have missed.
+        assert_eq!(asked(Watcher::Disks), [false, false, true, true]);
+        assert_eq!(asked(Watcher::Threads), [false, false, true, true]);
+        for (turns, woken) in [(1, 2), (2, 2)] {
+            threads[0].turn(Wait::Never).unwrap();
+            let seen = (threads[0].remote().stats().turns.get(), wakes.load(Ordering::Relaxed));
+            assert_eq!(seen, (turns, woken), "each watcher is woken once");
+        }
+        assert_eq!(asked(Watcher::Disks), [false, false, true, true]);
+        threads[1].turn(Wait::Never).unwrap();
+        assert_eq!(wakes.load(Ordering::Relaxed), 4, "it kept its notes");
     }
 
     #[test]

@@ -7,6 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{fmt, io};
 
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::{inotify, statfs};
+
 use super::attributes;
 use crate::executor::sync::Lock;
 
@@ -68,7 +71,34 @@ pub struct SizeProbe(Probe);
 enum Probe {
     Device(u64),
     File { path: PathBuf, device: u64, inode: u64, end: Arc<FileEnd> },
-    Other(Box<dyn Fn() -> io::Result<Option<u64>> + Send + Sync>),
+    Other { probe: Box<OtherProbe>, below: Option<Arc<SizeProbe>> },
+}
+
+type OtherProbe = dyn Fn() -> io::Result<Option<u64>> + Send + Sync;
+
+/// File systems that announce every change of a file's size: no other host can change it.
+const LOCAL_FILE_SYSTEMS: [u32; 5] = [0x0102_1994, 0x5846_5342, 0x9123_683e, 0xef53, 0xf2f5_2010];
+
+/// Becomes readable when a file that is [watched](SizeProbe::watch) has changed.
+#[derive(Debug)]
+pub struct SizeChanges(OwnedFd);
+
+impl SizeChanges {
+    /// Begins without files.
+    ///
+    /// # Errors
+    ///
+    /// When the user has too many of these, or no descriptor is left.
+    pub fn new() -> io::Result<Self> {
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        Ok(Self(inotify::init(flags)?))
+    }
+}
+
+impl AsFd for SizeChanges {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
 }
 
 impl SizeProbe {
@@ -91,7 +121,33 @@ impl SizeProbe {
     /// A probe of a disk of another kind. A kind that learns of a new size from its remote end
     /// stores it where this probe finds it.
     pub fn other(probe: impl Fn() -> io::Result<Option<u64>> + Send + Sync + 'static) -> Self {
-        Self(Probe::Other(Box::new(probe)))
+        Self(Probe::Other { probe: Box::new(probe), below: None })
+    }
+
+    /// A probe of a disk whose size follows from the one that `below` probes.
+    pub fn above(
+        below: Arc<Self>,
+        size: impl Fn(u64) -> Option<u64> + Send + Sync + 'static,
+    ) -> Self {
+        let same = Arc::clone(&below);
+        let probe = move || Ok(below.size_bytes()?.and_then(&size));
+        Self(Probe::Other { probe: Box::new(probe), below: Some(same) })
+    }
+
+    /// Watches for changes of the size. Returns false if the kernel does not announce all of them,
+    /// so that probes must find them. May wait for as long as a file system does.
+    pub fn watch(&self, changes: &SizeChanges) -> bool {
+        match &self.0 {
+            Probe::Device(_) | Probe::Other { below: None, .. } => false,
+            Probe::Other { below: Some(below), .. } => below.watch(changes),
+            Probe::File { path, .. } => {
+                let is_local = statfs(path).is_ok_and(|it| {
+                    u32::try_from(it.f_type).is_ok_and(|kind| LOCAL_FILE_SYSTEMS.contains(&kind))
+                });
+                let flags = inotify::WatchFlags::MODIFY;
+                is_local && inotify::add_watch(changes, path, flags).is_ok()
+            }
+        }
     }
 
     /// The size in bytes. `None` if it is unknown, for example because the file has lost its name.
@@ -115,7 +171,7 @@ impl SizeProbe {
                     Err(error) => error.map_or(Ok(None), Err),
                 }
             }
-            Probe::Other(probe) => probe(),
+            Probe::Other { probe, .. } => probe(),
         }
     }
 }
@@ -125,14 +181,16 @@ impl fmt::Debug for SizeProbe {
         match &self.0 {
             Probe::Device(number) => write!(f, "SizeProbe(device {number})"),
             Probe::File { path, .. } => write!(f, "SizeProbe({})", path.display()),
-            Probe::Other(_) => f.write_str("SizeProbe(other)"),
+            Probe::Other { .. } => f.write_str("SizeProbe(other)"),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::FileEnd;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::{FileEnd, SizeChanges, SizeProbe};
     use crate::disk::{DiskOptions, DiskSource};
 
     /// The size may be the one from before the change.
@@ -171,5 +229,36 @@ mod tests {
         assert_eq!(outside.size_bytes().unwrap(), None, "it is another file");
         let null = DiskSource::null(512, &DiskOptions::default()).unwrap();
         assert!(null.size_probe().is_none());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn the_kernel_announces_changes_of_local_files_alone() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [0; 512]).unwrap();
+        let source = DiskSource::file(&path, &DiskOptions::default()).unwrap();
+        let file = source.size_probe().unwrap();
+        let half = SizeProbe::above(std::sync::Arc::clone(&file), |size| Some(size / 2));
+        let is_announced = |changes: &SizeChanges| {
+            let mut polled = [PollFd::new(changes, PollFlags::IN)];
+            poll(&mut polled, Some(&Timespec::default())).unwrap() == 1
+        };
+        for probe in [&*file, &half] {
+            let changes = SizeChanges::new().unwrap();
+            assert!(probe.watch(&changes) && !is_announced(&changes));
+            std::fs::File::options().write(true).open(&path).unwrap().set_len(1024).unwrap();
+            assert!(is_announced(&changes), "{probe:?}");
+        }
+        assert_eq!(half.size_bytes().unwrap(), Some(512));
+        let changes = SizeChanges::new().unwrap();
+        let opened = std::fs::File::open("/proc/self/status").unwrap();
+        let other = SizeProbe::new(
+            std::path::Path::new("/proc/self/status"),
+            &opened.metadata().unwrap(),
+            false,
+            &std::sync::Arc::new(FileEnd::unseen(512)),
+        );
+        assert!(!other.watch(&changes) && !SizeProbe::other(|| Ok(None)).watch(&changes));
     }
 }

@@ -297,6 +297,7 @@ impl Export {
                 place,
                 size_probe: disk.size_probe(),
                 size_bytes,
+                is_remote: disk.is_remote(),
                 state: disk.state(),
                 waiting: disk.retry_state(),
                 loss: disk.hand_over().loss(),

@@ -193,9 +193,6 @@ mod tests {
     use std::sync::{Arc, mpsc};
     use std::task::Waker;
 
-    use blockio::stats::Counter;
-    use rustix::event::{EventfdFlags, eventfd};
-
     use super::*;
     use crate::control::disk_change::{DiskChange, DiskChangeKind};
     use crate::control::export::tests::Scene;
@@ -206,8 +203,7 @@ mod tests {
     /// A process that takes over would find the disk locked, or miss a change.
     #[test]
     fn exports_are_described_only_while_none_of_them_changes() {
-        let alarm =
-            Alarm { wake: eventfd(0, EventfdFlags::CLOEXEC).unwrap(), wakes: Counter::default() };
+        let alarm = Alarm::new().unwrap();
         let (_orders, received) = mpsc::channel();
         let stages = Arc::<Stages>::default();
         let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
@@ -256,8 +252,7 @@ mod tests {
     /// The description may be out of date when the new process is ready.
     #[test]
     fn exports_pause_only_as_they_were_described() {
-        let alarm =
-            Alarm { wake: eventfd(0, EventfdFlags::CLOEXEC).unwrap(), wakes: Counter::default() };
+        let alarm = Alarm::new().unwrap();
         let (_orders, received) = mpsc::channel();
         let stages = Arc::<Stages>::default();
         let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
