@@ -12,7 +12,7 @@ use ringhaul_tools::workspace;
 use syn::spanned::Spanned;
 use syn::{Attribute, Item, Meta};
 
-use crate::tidy::walk;
+use crate::tidy::files;
 
 /// Options of `cargo xtask lines`.
 #[derive(clap::Args)]
@@ -83,11 +83,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn count(root: &Path) -> Result<Counts> {
-    let mut paths = Vec::new();
-    walk(root, &mut paths)?;
     let mut counts = Counts::new();
     let mut rust = BTreeMap::new();
-    for path in paths {
+    for path in files(root)? {
         let Ok(text) = std::fs::read_to_string(&path) else { continue };
         let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
         match path.extension().and_then(|extension| extension.to_str()) {

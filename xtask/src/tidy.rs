@@ -14,8 +14,11 @@ mod tables;
 mod text;
 mod unused;
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use ringhaul_tools::workspace;
@@ -73,10 +76,7 @@ impl Source {
 /// Checks the tree (or the named files) and prints every problem.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let root = workspace::root();
-    let mut paths = Vec::new();
-    if args.files.is_empty() {
-        walk(root, &mut paths)?;
-    }
+    let mut paths = if args.files.is_empty() { files(root)? } else { Vec::new() };
     for file in &args.files {
         paths.push(file.canonicalize().with_context(|| format!("opening {}", file.display()))?);
     }
@@ -130,10 +130,30 @@ fn read(root: &Path, path: &Path) -> Result<Option<Source>> {
     Ok(Some(Source { path: relative.to_string_lossy().into_owned(), text }))
 }
 
+/// The files of the tree, sorted by name, without files that git ignores.
+pub(crate) fn files(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut list = Command::new("git");
+    list.current_dir(root).args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    let output = list.output().ok().filter(|output| output.status.success());
+    let names = output.map(|output| output.stdout).unwrap_or_default();
+    let names = names.split(|byte| *byte == 0).filter(|name| !name.is_empty());
+    let paths = names.map(|name| root.join(OsStr::from_bytes(name)));
+    // A file that was removed and not committed is still listed, and a link is no file.
+    let is_file = |path: &PathBuf| {
+        path.symlink_metadata().is_ok_and(|data| data.is_file())
+            && path.file_name().is_some_and(|name| name != "Cargo.lock")
+    };
+    let mut paths: Vec<PathBuf> = paths.filter(is_file).collect();
+    paths.sort();
+    if paths.is_empty() {
+        // A tarball of the tree has no git.
+        walk(root, &mut paths)?;
+    }
+    Ok(paths)
+}
+
 /// Collects the files below `folder`, sorted by name.
-///
-/// A walk and not `git ls-files`, because a tarball of the tree has no git.
-pub(crate) fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
+fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     let context = || format!("listing {}", folder.display());
     let mut entries = std::fs::read_dir(folder)
         .with_context(context)?
@@ -180,8 +200,34 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, "").unwrap();
         }
+        let expected = [folder.path().join("a/b.rs"), folder.path().join("e.md")];
         let mut paths = Vec::new();
         walk(folder.path(), &mut paths).unwrap();
-        assert_eq!(paths, [folder.path().join("a/b.rs"), folder.path().join("e.md")]);
+        assert_eq!(paths, expected);
+        assert_eq!(files(folder.path()).unwrap(), expected, "it is no repository");
+    }
+
+    #[test]
+    fn files_that_git_ignores_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let git = |arguments: &[&str]| {
+            let mut git = Command::new("git");
+            assert!(git.current_dir(folder.path()).args(arguments).status().unwrap().success());
+        };
+        git(&["init", "-q"]);
+        for (path, text) in [
+            (".gitignore", ".tmp*\n"),
+            (".tmp1", ""),
+            ("a.rs", ""),
+            ("gone", ""),
+            ("Cargo.lock", ""),
+        ] {
+            std::fs::write(folder.path().join(path), text).unwrap();
+        }
+        git(&["add", "."]);
+        std::fs::remove_file(folder.path().join("gone")).unwrap();
+        std::fs::write(folder.path().join("new.rs"), "").unwrap();
+        let expected = [".gitignore", "a.rs", "new.rs"].map(|name| folder.path().join(name));
+        assert_eq!(files(folder.path()).unwrap(), expected);
     }
 }

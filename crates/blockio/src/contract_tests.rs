@@ -67,7 +67,7 @@ impl Scene {
         content: &[u8],
         layers: impl FnOnce(DiskSource) -> DiskSource,
     ) -> Self {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         std::fs::write(file.path(), content).unwrap();
         let thread = thread(engine);
         let options = DiskOptions { direct: true, ..DiskOptions::default() };

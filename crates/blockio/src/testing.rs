@@ -1,6 +1,7 @@
 //! For tests of kinds of disks: a disk whose content belongs to another thread, which may be out of
 //! reach, and the time, the timers and the remote ops of an IoThread.
 
+mod disk_folder;
 mod hand_over_facts;
 
 use std::collections::VecDeque;
@@ -21,6 +22,7 @@ use crate::error::Error;
 use crate::thread::foreign_op::ForeignCompleter;
 use crate::thread::io::Io;
 
+pub use disk_folder::disk_folder;
 pub use hand_over_facts::{Call, HandOverFacts};
 
 /// Sets the time that [`Io::recently`] returns until the next round.

@@ -18,7 +18,7 @@ fn new_thread() -> IoThread {
 
 /// A file next to the sources: the system's temporary folder may lack direct I/O.
 fn temp_file(bytes: u64) -> NamedTempFile {
-    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = NamedTempFile::new_in(blockio::testing::disk_folder()).unwrap();
     file.as_file().set_len(bytes).unwrap();
     file
 }

@@ -330,7 +330,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_gets_an_engine_that_works() {
         // In the source folder, whose file system has direct I/O as a rule.
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };
         let source = match DiskSource::file(file.path(), &options) {
@@ -354,7 +354,7 @@ mod tests {
             TrialKey::from_source(&DiskSource::file(file.path(), &options).unwrap())
         };
         let new = || {
-            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             file.as_file().set_len(1 << 20).unwrap();
             file
         };

@@ -14,7 +14,7 @@ use std::task::Poll;
 fn a_flush_waits_for_the_report_of_another_flush() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
         for errno in [0, libc::EIO] {
-            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             file.as_file().set_len(4096).unwrap();
             let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
             let SourceKind::File(inner) = &source.kind else { panic!("not a file") };

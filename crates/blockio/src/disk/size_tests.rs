@@ -81,7 +81,7 @@ fn a_file_that_was_cut_fails_beyond_its_end() {
     let ways = [(EngineKind::Threads.into(), false), (usual, false), (usual, true)];
     for ((engine, direct), is_part) in ways.into_iter().flat_map(|way| [(way, false), (way, true)])
     {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         file.as_file().set_len(MIB).unwrap();
         let thread = IoThread::new(&IoThreadConfig { engine, ..IoThreadConfig::default() });
         let thread = thread.unwrap();
@@ -182,7 +182,7 @@ fn a_file_is_given_the_size_that_its_disk_is_to_have() {
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn space_is_given_back_in_the_units_that_a_disk_says() {
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
     std::fs::write(file.path(), vec![1; 4 << 20]).unwrap();
     file.as_file().sync_all().unwrap();
     let source = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();

@@ -424,7 +424,7 @@ mod tests {
 
     fn file(direct: bool) -> (tempfile::NamedTempFile, FileRef) {
         // In the build folder: the system's temporary folder may be a tmpfs without direct I/O.
-        let path = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         path.as_file().set_len(1 << 20).unwrap();
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let file =

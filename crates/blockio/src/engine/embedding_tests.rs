@@ -117,7 +117,7 @@ impl Drop for ReadsAtDrop {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_call_that_is_dropped_at_the_end_leaves_no_op_behind() {
     for engine in ENGINES {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
         file.as_file().sync_all().unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };

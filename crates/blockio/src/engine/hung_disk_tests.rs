@@ -50,7 +50,7 @@ impl Volume {
         let run = |program: &str, args: &[&std::ffi::OsStr]| {
             Command::new(program).args(args).output().is_ok_and(|output| output.status.success())
         };
-        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let folder = tempfile::tempdir_in(crate::testing::disk_folder()).unwrap();
         let (image, place) = (folder.path().join("image"), folder.path().join("place"));
         std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
         std::fs::create_dir(&place).unwrap();
@@ -143,7 +143,7 @@ fn a_hung_disk_holds_nothing_that_its_neighbour_needs() {
             })
             .unwrap();
             let hung = open(&volume.place().join("disk"), direct).attach(thread.io());
-            let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let well = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             well.as_file().set_len(1 << 20).unwrap();
             let frozen = volume.freeze();
             let done = write_at_once(&thread, hung, 600);
@@ -178,7 +178,7 @@ fn a_hung_disk_holds_nothing_that_a_disk_of_another_engine_needs() {
             let hung = open(&volume.place().join("disk"), true)
                 .prefer_engine(of_hung, "the test asks for it");
             let hung = hung.attach(thread.io());
-            let well = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let well = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             well.as_file().set_len(1 << 20).unwrap();
             let frozen = volume.freeze();
             let done = write_at_once(&thread, hung, 600);
@@ -210,7 +210,7 @@ fn a_submit_that_waited_for_a_disk_does_not_do_so_again() {
     let config = IoThreadConfig { engine: EngineKind::Aio.into(), ..IoThreadConfig::default() };
     let thread = IoThread::new(&config).unwrap();
     let hung = open(&volume.place().join("disk"), true);
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     let well = open(file.path(), true).attach(thread.io());
     let frozen = volume.freeze();
@@ -262,7 +262,7 @@ fn cached_reads_hold_the_loop_for_few_bytes_at_a_time() {
     const READS: usize = 100;
     // Pool threads copy on their own time.
     for engine in [EngineKind::IoUring, EngineKind::Aio] {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         std::fs::write(file.path(), vec![7; 4 << 20]).unwrap();
         let config = IoThreadConfig { engine: engine.into(), ..IoThreadConfig::default() };
         let thread = IoThread::new(&config).unwrap();

@@ -28,7 +28,7 @@ fn thread(engine: EngineKind) -> IoThread {
 }
 
 fn temp_file(bytes: u64) -> NamedTempFile {
-    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
     file.as_file().set_len(bytes).unwrap();
     file
 }

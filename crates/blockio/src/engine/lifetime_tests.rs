@@ -20,7 +20,7 @@ const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::Aio, EngineKi
 /// Returns a file that the test does not keep open. A process that keeps it open gets no extra time
 /// for the kernel to close a file by itself, for example after a flush by one of its workers.
 fn temp_file(fill: u8) -> TempPath {
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
     std::fs::write(file.path(), vec![fill; 1 << 20]).unwrap();
     file.into_temp_path()
 }

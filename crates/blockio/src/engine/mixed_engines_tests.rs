@@ -26,7 +26,7 @@ fn thread(first: EngineConfig, config: &IoThreadConfig) -> IoThread {
 }
 
 fn file() -> (tempfile::NamedTempFile, DiskSource) {
-    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
     file.as_file().set_len(1 << 20).unwrap();
     let options = DiskOptions { direct: true, ..DiskOptions::default() };
     let source = DiskSource::file(file.path(), &options).unwrap();

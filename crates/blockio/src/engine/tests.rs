@@ -396,7 +396,7 @@ fn work_that_comes_without_a_kick_is_found_while_arming() {
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn dropping_a_loop_waits_for_the_kernel_and_frees_everything() {
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let options = DiskOptions { direct: true, ..DiskOptions::default() };
         let source = DiskSource::file(file.path(), &options).unwrap();

@@ -334,7 +334,7 @@ mod tests {
                 eprintln!("skipped: only root can make loop devices");
                 return None;
             }
-            let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let file = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             file.as_file().set_len(256 << 20).unwrap();
             let Some(path) = run("losetup", &["--find", "--show", file.path().to_str().unwrap()])
             else {

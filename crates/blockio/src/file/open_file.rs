@@ -289,7 +289,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_without_polling_is_known_at_once_or_later() {
-        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let temp = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
         let open =
             |flags| File::options().read(true).custom_flags(flags).open(temp.path()).unwrap();
         assert!(!OpenFile::new(open(0), temp.path(), false).may_be_polled());

@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn a_long_verify_ends_soon_when_its_task_is_aborted() {
         // The file system of the sources has direct I/O, which does not complete at once.
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let file = tempfile::NamedTempFile::new_in(blockio::testing::disk_folder()).unwrap();
         let bytes = 16 << 20;
         file.as_file().set_len(bytes).unwrap();
         let thread = IoThread::new(&IoThreadConfig::default()).unwrap();

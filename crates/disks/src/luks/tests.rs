@@ -94,7 +94,7 @@ pub(crate) fn options(discard: bool) -> LuksOptions {
 
 /// A file that begins with these bytes.
 pub(crate) fn image(start: &[u8], bytes: u64) -> NamedTempFile {
-    let file = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let file = NamedTempFile::new_in(blockio::testing::disk_folder()).unwrap();
     std::fs::write(file.path(), start).unwrap();
     file.as_file().set_len(bytes).unwrap();
     file

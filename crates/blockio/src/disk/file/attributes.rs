@@ -142,7 +142,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_file_is_the_same_under_another_device_number() {
         for (kind, bytes) in [("ext4", 16 << 20), ("xfs", 400 << 20)] {
-            let image = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let image = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             image.as_file().set_len(bytes).unwrap();
             let path = image.path().to_str().unwrap();
             if run(&format!("mkfs.{kind}"), &["-q", path]).is_none() {
@@ -170,7 +170,7 @@ mod tests {
             assert_ne!(before, identity(&first, "other"), "{kind}: two files are one");
             drop(first);
             // Takes the number that the device had.
-            let other = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let other = tempfile::NamedTempFile::new_in(crate::testing::disk_folder()).unwrap();
             other.as_file().set_len(1 << 20).unwrap();
             let taken = run("losetup", &["--find", "--show", other.path().to_str().unwrap()]);
             let second = Mounted::new(image.path());
