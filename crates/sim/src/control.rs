@@ -6,49 +6,11 @@ use std::rc::Rc;
 use blockio::Remote;
 
 use crate::disk::Disk;
-use crate::export::Export;
+use crate::export::{Change, Export};
 use crate::failure::Failure;
 use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
-
-/// A change to one running device, or to all of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Change {
-    /// A queue stops, and starts again later.
-    Stop,
-    /// All queues stop and continue in another map of the memory.
-    Remap,
-    /// The front-end goes: all queues stop and the device is reset.
-    Reset,
-    /// A call eventfd is replaced.
-    SetCall,
-    /// The driver switches the write cache.
-    Writeback,
-    /// A migration begins.
-    Migrate,
-    /// The log of a migration is replaced.
-    ReplaceLog,
-    /// A migration fails, or all queues stop and continue on the copy of the memory.
-    EndMigration,
-    /// A unit is removed, or added again.
-    Hotplug,
-    /// A disk gets another size.
-    Resize,
-    /// The machine loses power.
-    Crash,
-    /// The IoThreads end, and new ones start.
-    Kill,
-    /// The daemon dies at an arbitrary point.
-    Die,
-}
-
-impl Change {
-    /// True if the change concerns all devices.
-    pub(crate) fn is_of_all(self) -> bool {
-        matches!(self, Self::Crash | Self::Kill | Self::Die)
-    }
-}
 
 pub(crate) struct Control {
     rng: Rng,

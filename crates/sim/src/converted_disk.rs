@@ -13,10 +13,8 @@ use blockio::driver::{CopyTurns, Driver, DriverSource, Request};
 use blockio::{Disk, EngineKind, Error, Io};
 use iomem::Buffers;
 
+use crate::plan::PIECE_BYTES;
 use crate::world::World;
-
-/// The most bytes of a piece. Requests of a run have a few pieces.
-pub(crate) const PIECE_BYTES: usize = 4 << 10;
 
 thread_local! {
     /// The world of this thread's run. A source crosses threads, and a world cannot.

@@ -3,7 +3,7 @@
 use std::cell::{Ref, RefCell, RefMut};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 
 use blockio::disk::{DiskInfo, Limits, Rate, Rates};
 use blockio::{DiskSource, EngineKind};
@@ -13,29 +13,11 @@ use crate::attribution::{self, FailedRequest};
 use crate::content::{Value, describe, initial, value_of};
 use crate::converted_disk;
 use crate::failure::Failure;
-use crate::faults::Class;
-use crate::guest::Guest;
 use crate::history::{History, NEVER, WriteRef};
 use crate::plan::Plan;
+use crate::request::DiskEffect;
 use crate::scsi::shared::Shared;
 use crate::world::World;
-
-/// The effect of a request on a disk.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct DiskEffect {
-    /// Classes of ops with errors that the request may report.
-    pub(crate) classes: &'static [Class],
-    /// First sectors and counts.
-    pub(crate) ranges: Vec<(u64, u64)>,
-    /// The content of the sectors afterwards.
-    pub(crate) leaves: Option<Value>,
-    /// The request may leave sectors as they are.
-    pub(crate) is_optional: bool,
-    /// All data answered before the request is on stable storage at its answer.
-    pub(crate) flushes: bool,
-    /// The request's own data is on stable storage at its answer, with or without a cache.
-    pub(crate) fua: bool,
-}
 
 /// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,7 +60,6 @@ pub(crate) struct Disk {
     state: RefCell<State>,
     /// State that the nexuses of virtio-scsi share.
     shared: RefCell<Shared>,
-    guests: RefCell<Vec<Weak<Guest>>>,
 }
 
 /// An engine by its number in a plan.
@@ -128,25 +109,7 @@ impl Disk {
         };
         let (plan, world) = (plan.clone(), Rc::clone(world));
         let shared = RefCell::new(Shared::new(plan.sectors()));
-        Self {
-            plan,
-            index,
-            world,
-            source,
-            file,
-            state: RefCell::new(state),
-            shared,
-            guests: RefCell::default(),
-        }
-    }
-
-    /// Adds a guest that uses the disk.
-    pub(crate) fn add_guest(&self, guest: &Rc<Guest>) {
-        self.guests.borrow_mut().push(Rc::downgrade(guest));
-    }
-
-    pub(crate) fn guests(&self) -> Vec<Rc<Guest>> {
-        self.guests.borrow().iter().filter_map(Weak::upgrade).collect()
+        Self { plan, index, world, source, file, state: RefCell::new(state), shared }
     }
 
     pub(crate) fn shared(&self) -> Ref<'_, Shared> {

@@ -15,7 +15,6 @@ use device::{Device, QueueHandle, QueueSetup, StartError, StopKind, oneshot};
 use virtio_bindings::virtio_scsi::{VIRTIO_SCSI_F_CHANGE, VIRTIO_SCSI_F_HOTPLUG};
 use virtqueue::{DirtyLog, GuestMemory, InflightRegion};
 
-use crate::control::Change;
 use crate::disk::Disk;
 use crate::failure::Failure;
 use crate::front_end::{Event, FrontEnd};
@@ -34,6 +33,44 @@ enum QueueState {
     Starting(Option<oneshot::Receiver<Result<QueueHandle, StartError>>>),
     Running(Option<QueueHandle>),
     Stopping(Option<oneshot::Receiver<u32>>),
+}
+
+/// A change to one running device, or to all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// A queue stops, and starts again later.
+    Stop,
+    /// All queues stop and continue in another map of the memory.
+    Remap,
+    /// The front-end goes: all queues stop and the device is reset.
+    Reset,
+    /// A call eventfd is replaced.
+    SetCall,
+    /// The driver switches the write cache.
+    Writeback,
+    /// A migration begins.
+    Migrate,
+    /// The log of a migration is replaced.
+    ReplaceLog,
+    /// A migration fails, or all queues stop and continue on the copy of the memory.
+    EndMigration,
+    /// A unit is removed, or added again.
+    Hotplug,
+    /// A disk gets another size.
+    Resize,
+    /// The machine loses power.
+    Crash,
+    /// The IoThreads end, and new ones start.
+    Kill,
+    /// The daemon dies at an arbitrary point.
+    Die,
+}
+
+impl Change {
+    /// True if the change concerns all devices.
+    pub(crate) fn is_of_all(self) -> bool {
+        matches!(self, Self::Crash | Self::Kill | Self::Die)
+    }
 }
 
 pub(crate) struct Export {
@@ -70,7 +107,6 @@ impl Export {
     /// Export number `index` with its plan.
     pub(crate) fn new(plan: &Plan, world: &Rc<World>, index: usize, disks: &[Rc<Disk>]) -> Self {
         let guest = Rc::new(Guest::new(plan, world, index, disks));
-        disks.iter().for_each(|disk| disk.add_guest(&guest));
         let mut export = Self {
             plan: plan.clone(),
             index,

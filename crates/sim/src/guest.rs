@@ -1,6 +1,7 @@
 //! The model guest: it makes requests on all its queues, sleeps until a call, and checks answers.
 
 mod answers;
+mod command;
 pub(crate) mod copy;
 mod outcomes;
 pub(crate) mod ring;
@@ -8,15 +9,14 @@ mod rush;
 mod scsi;
 mod snapshot;
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 use blockio::engine::kernel::sim::is_readable;
 use device::Ring;
 use iomem::fits;
 use rustix::event::{EventfdFlags, eventfd};
-use virtqueue::QueueConfig;
 use virtqueue::driver::{Desc, Used};
 
 use crate::chain_request::ChainRequest;
@@ -93,6 +93,8 @@ pub(crate) struct Guest {
     device: usize,
     /// The guest's own disk, or all disks with virtio-scsi.
     disks: Vec<Rc<Disk>>,
+    /// All guests, which share their disks with virtio-scsi.
+    pub(crate) peers: OnceCell<Vec<Weak<Self>>>,
     world: Rc<World>,
     layout: Layout,
     ram: Rc<Ram>,
@@ -137,6 +139,7 @@ impl Guest {
             plan: plan.clone(),
             device,
             disks: disks.to_vec(),
+            peers: OnceCell::new(),
             world: Rc::clone(world),
             layout,
             ram,
@@ -160,7 +163,7 @@ impl Guest {
         let queue = |index| {
             let ring = self.layout.ring(index, ring::first_place(&self.plan));
             let memory = Rc::clone(&self.ram);
-            let driver = GuestRing::new(&self.plan, memory, self.driver_config(ring));
+            let driver = GuestRing::new(&self.plan, memory, ring);
             GuestQueue {
                 ring,
                 driver,
@@ -176,11 +179,6 @@ impl Guest {
         state.queues = (0..queues).map(queue).collect();
         state.scsi = self.new_scsi();
         state.survivors = Survivors::default();
-    }
-
-    /// The driver's configuration of a ring.
-    fn driver_config(&self, ring: Ring) -> QueueConfig {
-        ring.config(self.plan.event_idx > 0, self.plan.indirect > 0)
     }
 
     fn trace(&self, what: impl FnOnce() -> String) {
@@ -228,7 +226,7 @@ impl Guest {
     pub(crate) fn move_rings(&self, queue: usize) {
         let queue = &mut self.state.borrow_mut().queues[queue];
         queue.ring = Layout::moved(queue.ring);
-        queue.driver.move_to(self.driver_config(queue.ring));
+        queue.driver.move_to(&self.plan, queue.ring);
     }
 
     /// The begin of the request at `next`, if a device that takes that chain now has to take it by

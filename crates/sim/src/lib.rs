@@ -37,7 +37,6 @@ mod timeline;
 mod workers;
 mod world;
 
-use std::cell::RefCell;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -85,15 +84,10 @@ struct Args {
     stride: Option<u64>,
 }
 
-thread_local! {
-    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
-}
-
 /// The program.
 #[must_use]
 pub fn main() -> ExitCode {
-    // A panic is a failure of the run. It is shown later, together with the rest of the failure.
-    std::panic::set_hook(Box::new(|info| PANIC.set(info.to_string())));
+    failure::keep_panics();
     match execute(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -101,11 +95,6 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// The message of the last panic on this thread.
-fn panic_message() -> String {
-    PANIC.take()
 }
 
 fn execute(args: &Args) -> Result<()> {

@@ -7,9 +7,13 @@ use blockio::config::ByteLimits;
 use iomem::fits;
 use virtqueue::RingLayout;
 
-use crate::converted_disk::PIECE_BYTES;
 use crate::rng::{Rng, some};
-use crate::scsi::FIRST_REQUEST_QUEUE;
+
+/// The first request queue of virtio-scsi, behind the control queue and the event queue.
+pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;
+
+/// The most bytes that a disk converts at once. Requests of a run have a few pieces.
+pub(crate) const PIECE_BYTES: usize = 4 << 10;
 
 macro_rules! knobs {
     ($($(#[doc = $doc:literal])+ $name:ident: $least:literal,)+) => {

@@ -9,7 +9,6 @@ use virtio_bindings::virtio_blk::{
 };
 
 use crate::content::{SECTOR, Value, bytes_of};
-use crate::disk::DiskEffect;
 use crate::faults::Class;
 use crate::message::{Flaw, Message};
 use crate::plan::Plan;
@@ -21,6 +20,23 @@ const HEADER: usize = 16;
 /// The answer of a device to `GET_ID`.
 pub(crate) fn serial(device: usize) -> String {
     format!("sim-0123456789-{device}")
+}
+
+/// The effect of a request on a disk.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct DiskEffect {
+    /// Classes of ops with errors that the request may report.
+    pub(crate) classes: &'static [Class],
+    /// First sectors and counts.
+    pub(crate) ranges: Vec<(u64, u64)>,
+    /// The content of the sectors afterwards.
+    pub(crate) leaves: Option<Value>,
+    /// The request may leave sectors as they are.
+    pub(crate) is_optional: bool,
+    /// All data answered before the request is on stable storage at its answer.
+    pub(crate) flushes: bool,
+    /// The request's own data is on stable storage at its answer, with or without a cache.
+    pub(crate) fua: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

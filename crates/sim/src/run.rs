@@ -17,10 +17,10 @@ use blockio::engine::kernel::sim::{self, is_readable};
 use iomem::fits;
 use virtqueue::death;
 
-use crate::control::{Change, Control};
+use crate::control::Control;
 use crate::disk::Disk;
-use crate::export::Export;
-use crate::failure::Failure;
+use crate::export::{Change, Export};
+use crate::failure::{self, Failure};
 use crate::guest::Guest;
 use crate::plan::Plan;
 use crate::rng::Rng;
@@ -103,13 +103,16 @@ pub(crate) fn run(plan: &Plan, traced: bool) -> Result<Result<Report, Failure>> 
         Export::new(&plan.for_device(device), &world, device, own)
     });
     let exports: Vec<Export> = exports.collect();
-    let guests = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
+    let guests: Vec<Rc<Guest>> = exports.iter().map(|export| Rc::clone(&export.guest)).collect();
+    for guest in &guests {
+        let _ = guest.peers.set(guests.iter().map(Rc::downgrade).collect());
+    }
     let stack = Stack::new(plan, &world, Control::new(plan, exports, disks))?;
     let rng = Rng::new(plan.seed ^ plan.schedule << 40, 4);
     let mut run = Run { plan: plan.clone(), rng, world: Rc::clone(&world), guests, stack };
     run.begin_interleaving();
     let result = catch_unwind(AssertUnwindSafe(|| run.go()))
-        .unwrap_or_else(|_| Err(Failure::new("panic", crate::panic_message())));
+        .unwrap_or_else(|_| Err(Failure::new("panic", failure::panic_message())));
     if result.is_err() {
         // The fault may keep the IoThreads from ending.
         run.stack.forget();

@@ -12,8 +12,6 @@ pub(crate) mod unit;
 
 use device::unit_address::UnitAddress;
 
-/// The first request queue, behind the control queue and the event queue.
-pub(crate) const FIRST_REQUEST_QUEUE: usize = 2;
 pub(crate) const CONTROL_QUEUE: usize = 0;
 pub(crate) const EVENT_QUEUE: usize = 1;
 

@@ -271,15 +271,15 @@ impl Stack {
         self.world.bury();
         let Control { exports, disks, .. } = &mut *self.control.borrow_mut();
         exports.iter().for_each(|export| export.guest.restore_snapshot());
-        for export in exports {
+        for export in &mut *exports {
             export.check_memory()?;
             export.died();
         }
+        let unanswered = exports.iter().flat_map(|export| export.guest.unanswered());
+        let unanswered: Vec<u64> = unanswered.collect();
         let now = self.world.tick();
         for disk in disks {
-            let guests = disk.guests();
-            let unanswered = guests.iter().flat_map(|guest| guest.unanswered());
-            disk.died(&unanswered.collect::<Vec<_>>(), now)?;
+            disk.died(&unanswered, now)?;
         }
         (self.restarted, self.is_dead) = (true, true);
         Ok(())

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use device::QueueHandle;
 use virtqueue::QueueLog;
 
-use super::{Export, QueueState, units};
-use crate::control::Change;
+use super::{Change, Export, QueueState, units};
 use crate::failure::Failure;
 use crate::guest::copy::Phase;
 use crate::rng::Rng;

@@ -1,6 +1,7 @@
 //! Checks of a virtio-scsi device's answers.
 
 use std::cell::Ref;
+use std::rc::{Rc, Weak};
 
 use device::unit_address::UnitAddress;
 
@@ -9,13 +10,13 @@ use super::{Guest, Outstanding, State};
 use crate::chain_request::ChainRequest;
 use crate::content::SECTOR;
 use crate::disk::RequestOutcome;
+use crate::plan::FIRST_REQUEST_QUEUE;
 use crate::scsi::attentions::CauseOutcome;
 use crate::scsi::command::{Command, Kind};
 use crate::scsi::function::{self, Function};
 use crate::scsi::reservations::Needs;
 use crate::scsi::{
-    ABORTED, BAD_TARGET, EVENT_QUEUE, FAILURE, FIRST_REQUEST_QUEUE, Outcome, RESET, RESPONSE,
-    SENSE, UNIT_ATTENTION,
+    ABORTED, BAD_TARGET, EVENT_QUEUE, FAILURE, Outcome, RESET, RESPONSE, SENSE, UNIT_ATTENTION,
 };
 use crate::timeline::Timeline;
 
@@ -284,7 +285,7 @@ impl Guest {
                 // CLEAR TASK SET raises attentions only for initiators that had tasks.
                 false => {
                     resets
-                        && self.disks[disk].guests().iter().any(|guest| {
+                        && self.peers().any(|guest| {
                             let state = guest.state.try_borrow();
                             let is_there = |state: Ref<'_, State>| {
                                 state.scsi.units[disk].is_there((begin, end))
@@ -306,13 +307,18 @@ impl Guest {
         Ok(())
     }
 
+    /// The guests that use the same disks.
+    fn peers(&self) -> impl Iterator<Item = Rc<Self>> {
+        self.peers.get().into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
     /// Checks that the tasks of other initiators are answered, too.
     fn check_others(&self, state: &State, function: &Function, span: Span) -> Result<(), String> {
         let units = state.scsi.units.iter();
         let Some(disk) = units.into_iter().position(|unit| unit.address == function.address) else {
             return Ok(());
         };
-        for guest in self.disks[disk].guests().iter().filter(|guest| guest.device != self.device) {
+        for guest in self.peers().filter(|guest| guest.device != self.device) {
             let Ok(state) = guest.state.try_borrow() else { continue };
             if !state.scsi.units[disk].is_there(span) {
                 continue;

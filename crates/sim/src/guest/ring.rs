@@ -30,6 +30,11 @@ pub(super) fn first_place(plan: &Plan) -> u16 {
     }
 }
 
+/// The driver's configuration of a ring.
+fn config(plan: &Plan, ring: Ring) -> QueueConfig {
+    ring.config(plan.event_idx > 0, plan.indirect > 0)
+}
+
 /// The base of a new ring.
 pub(crate) fn first_base(plan: &Plan) -> u32 {
     match plan.layout() {
@@ -60,7 +65,8 @@ pub(super) fn at_base(plan: &Plan, ring: Ring, base: u32) -> Ring {
 
 impl GuestRing {
     /// A driver that starts with an empty ring.
-    pub(super) fn new(plan: &Plan, memory: Memory, config: QueueConfig) -> Self {
+    pub(super) fn new(plan: &Plan, memory: Memory, ring: Ring) -> Self {
+        let config = config(plan, ring);
         match plan.layout() {
             RingLayout::Split => Split(Driver::new(memory, config)),
             RingLayout::Packed => Packed(PackedDriver::new(memory, config)),
@@ -139,8 +145,9 @@ impl GuestRing {
         }
     }
 
-    /// Moves the ring and its contents to the addresses in `config`.
-    pub(super) fn move_to(&mut self, config: QueueConfig) {
+    /// Moves the ring and its contents to the addresses in `ring`.
+    pub(super) fn move_to(&mut self, plan: &Plan, ring: Ring) {
+        let config = config(plan, ring);
         match self {
             Split(driver) => driver.move_to(config),
             Packed(driver) => driver.move_to(config),

@@ -2,11 +2,11 @@
 
 use device::unit_address::UnitAddress;
 
+use super::command::Target;
 use super::{Guest, GuestQueue, State};
 use crate::chain_request::ChainRequest;
 use crate::failure::Failure;
 use crate::scsi::attentions::CauseOutcome;
-use crate::scsi::command::{Command, Target};
 use crate::scsi::events::{Events, UnitChange};
 use crate::scsi::function::Function;
 use crate::scsi::shared::ExpectedAttention;
@@ -226,7 +226,7 @@ impl Guest {
                     (first..TAGS).chain(0..first).find(|tag| !tasks.contains(&(address, *tag)));
                 let (tag, device, disk) = (free.unwrap_or(id), self.device, &*self.disks[unit]);
                 let target = Target { unit, address, disk, tag, device };
-                ChainRequest::Command(Command::draw(&self.plan, rng, id, &target))
+                ChainRequest::Command(target.draw(&self.plan, rng, id))
             }
         }
     }
