@@ -2,6 +2,9 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod engine;
+pub(crate) mod fio;
+
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,11 +12,11 @@ use std::time::Duration;
 use ringhaul_options::{EngineChoice, parse_duration, parse_size};
 
 use crate::arrivals::RateProcess;
-use crate::engine_args::EngineArgs;
 use crate::error::BenchError;
-use crate::fio_args::FioArgs;
 use crate::pattern::{BlockSplit, Rw};
 use crate::quantities::{CpuList, LunAddress, LunChoice};
+use engine::EngineArgs;
+use fio::FioArgs;
 
 /// The options of `ringhaul bench`.
 ///

@@ -2,6 +2,9 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod fio_json;
+pub(crate) mod text;
+
 use std::time::Duration;
 
 use blockio::stats::Distribution;

@@ -16,7 +16,8 @@ use signal_hook::flag::{register, register_conditional_shutdown};
 
 use crate::args::{BenchArgs, OutputFormat};
 use crate::error::BenchError;
-use crate::{fio_json, phases, report_text};
+use crate::phases;
+use crate::report::{fio_json, text};
 
 /// Runs the command: drives the server according to `args` and prints the result.
 ///
@@ -58,7 +59,7 @@ pub(crate) fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Resu
         }
         OutputFormat::FioJson => fio_json::render(&report, args.fio.name.as_deref())
             .context("cannot encode the result as JSON")?,
-        OutputFormat::Normal => report_text::render(&report),
+        OutputFormat::Normal => text::render(&report),
     };
     match (&mut output, &args.output) {
         (Some(file), Some(path)) => file

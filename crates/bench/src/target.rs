@@ -15,9 +15,9 @@ use iomem::fits;
 use ringhaul_options::{OnOff, ineffective_warning};
 
 use crate::args::BenchArgs;
+use crate::args::engine::EngineArgs;
 use crate::device::Device;
 use crate::driver::Virtqueue;
-use crate::engine_args::EngineArgs;
 use crate::engine_stats::{EngineCounters, Setup};
 use crate::engine_worker::EngineWorker;
 use crate::error::BenchError;
