@@ -12,10 +12,10 @@ use ringhaul::spec::stats::{DaemonStats, ExportStats, LoopStats};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use super::super::connection::{Connection, Refusal, UNKNOWN};
 use super::system::{
     BlockDevice, VcpuThread, block_device, command_line, online_cpus, vcpu_threads,
 };
-use crate::ctl::connection::{Connection, Refusal, UNKNOWN};
 
 /// A daemon and its host, looked at twice.
 #[derive(Debug)]
