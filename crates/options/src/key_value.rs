@@ -13,8 +13,8 @@ use serde::de::value::{MapAccessDeserializer, MapDeserializer, SeqDeserializer};
 use serde::de::{self, DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, Visitor};
 use serde::{Deserialize, forward_to_deserialize_any};
 
-use crate::parse_size;
 use crate::redact::redact_part;
+use crate::size::parse_size;
 
 /// A size in bytes, with or without a suffix as in [`parse_size`]. In other formats it is a number.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
