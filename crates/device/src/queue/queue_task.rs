@@ -500,6 +500,26 @@ mod tests {
         assert_eq!(scene.wait(&stopped), 3);
     }
 
+    /// Later requests wait for them, as for all large ones.
+    #[test]
+    fn large_requests_of_an_earlier_process_count_though_there_is_no_room() {
+        let mut scene = Scene::new();
+        for _ in 0..3 {
+            scene.offer_without_kick(&large());
+        }
+        take_elsewhere(&mut scene);
+        scene.data_budget = Arc::new(DataBudget::new(1));
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.offer(&large());
+        scene.turn(10);
+        assert_eq!((gate.popped.get(), scene.data_budget.bytes()), (3, 3 * (4 << 20)));
+        gate.open();
+        scene.turn(20);
+        assert_eq!((gate.popped.get(), scene.data_budget.bytes()), (4, 0));
+        assert_eq!(scene.wait(&handle.begin_final_stop()), 4);
+    }
+
     /// The ring is lost, and the chains that are left with it.
     #[test]
     fn a_queue_with_a_broken_ring_stops_though_inherited_requests_are_left() {

@@ -163,3 +163,18 @@ impl Failure {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Drivers may give buffers of any length.
+    #[test]
+    fn no_more_of_a_list_is_read_than_counts() {
+        let data = Data { out: Buffers::aligned(100, 1), into: Buffers::empty() };
+        for (length, most, read) in [(100, 10, 10), (10, 100, 10), (100, 100, 100), (0, 10, 0)] {
+            assert_eq!(data.front_of_list(length, most).unwrap().len(), read, "{length} {most}");
+        }
+        assert!(matches!(data.front_of_list(101, 10), Err(Failure::Overrun)));
+    }
+}

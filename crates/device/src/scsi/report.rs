@@ -159,10 +159,9 @@ pub(super) async fn lba_status(local: &LocalUnit, cdb: &Cdb, data: &Data) -> Tra
     if local.unit.can_unmap()
         && let Ok(extent) = local.disk.block_status(lba * block, count * block).await
     {
-        let is_hole = extent.kind == ExtentKind::Hole && extent.bytes >= block;
-        // A block that is a hole in part alone counts as mapped.
-        count = (extent.bytes / block).max(1);
-        status = if is_hole { DEALLOCATED } else { 0 };
+        // In whole blocks: one that is a hole in part alone counts as mapped.
+        count = extent.bytes / block;
+        status = if extent.kind == ExtentKind::Hole { DEALLOCATED } else { 0 };
     }
     let count: u32 = iomem::fits(count, "blocks of at most what was asked for");
     let mut answer = [0; 24];

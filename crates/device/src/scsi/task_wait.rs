@@ -177,11 +177,9 @@ impl Requester for DiskTask<'_> {
         })
     }
 
+    /// A task with the medium gives that up next, and with it the note that it waits.
     fn on_cancel(&self) {
         self.task.tasks.end_suspended();
-        if let Some(exclusive) = self.exclusive {
-            exclusive.set_owner_waits(false);
-        }
     }
 
     fn check_piece(&self) -> io::Result<()> {

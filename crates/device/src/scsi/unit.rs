@@ -266,6 +266,18 @@ mod tests {
     }
 
     #[test]
+    fn an_attention_that_comes_back_and_is_there_again_comes_once() {
+        let (sense, later) = (Sense::MODE_CHANGED, Sense::CAPACITY_CHANGED);
+        let attentions = Attentions::default();
+        attentions.add(sense);
+        let taken = attentions.take().unwrap();
+        attentions.add(later);
+        attentions.add(sense);
+        attentions.put_back(taken);
+        assert_eq!(attentions.pending_codes(), [later.code, sense.code]);
+    }
+
+    #[test]
     fn an_attention_that_comes_back_to_a_full_list_is_the_oldest() {
         let attentions = Attentions::default();
         let of = |number: usize| Sense::attention([0x3f, u8::try_from(number).unwrap()]);

@@ -194,3 +194,21 @@ fn a_cut_off_end_is_used_by_no_device_on_the_disk() {
     }
     assert_eq!(guest.run_at(BLK_IN, BLOCKS - 1), BLK_OK);
 }
+
+/// A removed unit is reached until its disk is closed.
+#[test]
+fn a_shrink_of_a_removed_unit_spares_its_successor() {
+    let mut all = [Initiator::new()];
+    let access = all[0].access();
+    let scsi = Initiator::scsi(&all[0].device);
+    let removed = scsi.remove_unit(UNIT).unwrap();
+    let source = DiskSource::null(BLOCKS * BLOCK as u64, &DiskOptions::default()).unwrap();
+    let naa = [0x30, 0, 0, 0, 0, 0, 0, 9];
+    scsi.add_unit(UNIT, source, UnitOptions { naa, access: Arc::default(), ..options() }).unwrap();
+    let cut_off = std::thread::spawn(move || access.cut_off(0));
+    turn_until(&mut all, |_| cut_off.is_finished());
+    cut_off.join().unwrap();
+    while all[0].run(&[0; 6], &[], 0).sense[0] == 6 {}
+    all[0].good(&cdb10(0x28, 0, 0, 1), &[], 512);
+    drop(removed);
+}

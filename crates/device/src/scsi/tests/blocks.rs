@@ -14,6 +14,11 @@ fn verify_compares_and_says_where_bytes_differ() {
     assert_eq!(initiator.sense(&cdb10(0x2f, 2, 0, 2), &other, 0), [0xe, 0x1d, 0]);
     assert_eq!(initiator.sense(&cdb10(0x2f, 6, 1, 2), &[5; 512], 0), [0xe, 0x1d, 0]);
     assert_eq!(initiator.sense(&cdb10(0x2f, 4, 0, 2), &[5; 512], 0), [5, 0x24, 0]);
+    // A write has a block for each block of the medium.
+    for bytes_to_check in [4, 6] {
+        let write = cdb10(0x2e, bytes_to_check, 0, 1);
+        assert_eq!(initiator.sense(&write, &[5; 512], 0), [5, 0x24, 0]);
+    }
     initiator.good(&cdb10(0x2e, 2, 4, 1), &[9; 512], 0);
     assert_eq!(initiator.on_disk(4), [9; BLOCK]);
 }

@@ -102,3 +102,13 @@ fn earlier_changes_are_stable_after_a_synchronization_a_stop_or_a_read_of_the_me
         assert_eq!(unstable == 0, is_stable, "{cdb:x?}");
     }
 }
+
+/// The initiator need not flush any longer.
+#[test]
+fn earlier_changes_are_stable_when_the_cache_is_off() {
+    let mut unit = Journaled::new(true);
+    assert_eq!(unit.unstable_after(&cdb10(0x2a, 0, 1, 1), &[3; BLOCK]), 1);
+    let list = [&[0; 4][..], &[0x08, 18], &[0; 18]].concat();
+    assert_eq!(unit.unstable_after(&[0x15, 0x10, 0, 0, 24, 0], &list), 0);
+    assert_eq!(unit.unstable_after(&cdb10(0x2a, 0, 1, 1), &[4; BLOCK]), 0);
+}

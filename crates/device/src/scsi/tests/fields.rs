@@ -210,3 +210,26 @@ fn a_disk_without_a_block_has_a_capacity_even_so() {
         assert_eq!(initiator.sense(&cdb, &[], 512), [5, 0x21, 0], "{cdb:x?}");
     }
 }
+
+#[test]
+fn a_log_page_has_one_form_and_starts_at_its_first_parameter() {
+    let mut initiator = Initiator::new();
+    for (byte, pointer) in [(2, 2), (3, 3), (5, 5), (6, 5)] {
+        let mut cdb = vec![0x4d, 0, 0x40, 0, 0, 0, 0, 0, 255, 0];
+        cdb[byte] |= 1;
+        let answer = initiator.run(&cdb, &[], 255);
+        assert_eq!((answer.status, answer.sense), (2, [5, 0x24, 0]), "byte {byte}");
+        assert_eq!(answer.specific[1..], [0, pointer], "byte {byte}");
+    }
+}
+
+/// Asking for sense data is no use of the medium.
+#[test]
+fn a_stopped_unit_says_so_when_it_is_asked() {
+    let mut initiator = Initiator::new();
+    for (start, expected) in [(0, [2, 4, 2]), (1, [0, 0, 0])] {
+        initiator.good(&[0x1b, 0, 0, 0, start, 0], &[], 0);
+        let data = initiator.good(&[0x03, 0, 0, 0, 18, 0], &[], 18);
+        assert_eq!([data[2], data[12], data[13]], expected);
+    }
+}

@@ -266,3 +266,21 @@ fn a_stop_ends_requests_that_have_waited_for_limits_and_wait_for_an_initiator() 
     assert_eq!(all[0].on_disk(0), [1; BLOCK]);
     drop(held);
 }
+
+/// It has passed its checks before.
+#[test]
+fn a_command_that_has_waited_for_limits_finds_its_unit_stopped() {
+    let mut all = three();
+    all[1].unit().source.set_limits(&limit(true)).unwrap();
+    all[1].good(&write(), &[1; BLOCK], 0);
+    let data = [[1; BLOCK], [7; BLOCK]].concat();
+    all[1].begin(UNIT.bytes(), &compare_and_write(), &data, 0);
+    all[1].scene.turn(10);
+    assert!(!all[1].has_answer(), "it waits");
+    all[0].access().set_stopped(true);
+    all[1].unit().source.set_limits(&limit(false)).unwrap();
+    turn_until(&mut all, |all| all[1].has_answer());
+    let answer = all[1].end();
+    assert_eq!((answer.status, answer.sense), (2, [2, 4, 2]));
+    assert_eq!(all[1].on_disk(0), [1; BLOCK]);
+}

@@ -1,5 +1,7 @@
 //! Every field of the data by which a unit describes itself, with logical blocks of each size.
 
+use std::os::unix::fs::FileExt;
+
 use super::*;
 
 const UNMAP_BLOCKS_MAX: u32 = 1 << 20;
@@ -17,6 +19,23 @@ fn unit_of_blocks(logical: u32) -> Initiator {
 /// Logical blocks of a physical one: 8 or so for small blocks, 1 for large ones.
 fn blocks_of_physical(unit: &Initiator, logical: u32) -> u32 {
     unit.unit().source.info().physical_block_bytes / logical
+}
+
+/// File systems allocate less than such a block at a time.
+#[test]
+fn a_block_is_deallocated_if_all_of_it_is() {
+    const LOGICAL: u64 = 1 << 16;
+    let mut initiator = unit_of_blocks(1 << 16);
+    initiator.disk.as_file().write_all_at(&[1; 4096], 2 * LOGICAL + 8192).unwrap();
+    let last = BLOCKS * BLOCK as u64 / LOGICAL - 1;
+    for (lba, count, state) in [(0, 2, 1), (1, 1, 1), (2, 1, 0), (3, last - 2, 1), (last, 1, 1)] {
+        let status = initiator.good(&cdb16(0x9e, 0x12, lba, 24), &[], 24);
+        assert_eq!(status[8..16], lba.to_be_bytes());
+        let count = u32::try_from(count).unwrap();
+        assert_eq!((&status[16..20], status[20]), (&count.to_be_bytes()[..], state), "{lba}");
+    }
+    let beyond = cdb16(0x9e, 0x12, last + 1, 24);
+    assert_eq!(initiator.sense(&beyond, &[], 24), [5, 0x21, 0]);
 }
 
 /// A disk of this many blocks of 512 bytes, all of them holes.
