@@ -93,6 +93,22 @@ impl Devices {
 mod tests {
     use super::*;
 
+    /// IoThreads share a device, until their last disk on it has gone.
+    #[test]
+    fn an_iothread_without_disks_on_a_device_gives_its_share_back() {
+        let device = Device::with(64, 4096);
+        let mut all = [(); 2].map(|()| Devices::default());
+        let place = all[0].attach(&device);
+        let alone = device.share();
+        let places = [0, 1].map(|_| all[1].attach(&device));
+        assert!(device.share() < alone, "{} of {alone}", device.share());
+        all[1].detach(places[0], 0);
+        assert!(device.share() < alone, "one of its disks is left");
+        all[1].detach(places[1], 1);
+        assert_eq!(device.share(), alone);
+        all[0].detach(place, 0);
+    }
+
     /// A disk that has gone takes no turn.
     #[test]
     fn the_next_disk_of_a_device_gives_its_turn_back_when_it_goes() {

@@ -115,5 +115,6 @@ fn a_durable_write_is_not_tried_again_once_data_is_lost() {
         };
         assert_eq!(unfinished.error().raw_os_error(), Some(libc::EIO));
         assert_eq!(source.retry_totals(), (0, None), "{is_part}, {is_limited}");
+        assert_eq!(thread.io().stats().write.ops.get(), 0, "the data is written in vain");
     }
 }

@@ -385,3 +385,139 @@ impl<'a> Requests<'a> {
         Ok(again)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::pin::{Pin, pin};
+    use std::task::Poll;
+
+    use iomem::RepeatedBlock;
+
+    use super::*;
+    use crate::disk::{DiskOptions, DiskSource, Limits, Rate, Rates, Requester};
+    use crate::testing::{Event, RemoteStub};
+    use crate::{IoThread, IoThreadConfig};
+
+    const MIB: usize = 1 << 20;
+
+    fn thread() -> IoThread {
+        IoThread::new(&IoThreadConfig::default()).unwrap()
+    }
+
+    /// A requester that refuses the rest of each transfer, and has passed limits.
+    struct Stops;
+
+    impl Requester for Stops {
+        fn on_wait(&self) {}
+
+        fn check(&self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            Box::pin(ready(Ok(())))
+        }
+
+        fn on_cancel(&self) {}
+
+        fn check_rest(&self) -> io::Result<()> {
+            Err(io::Error::from_raw_os_error(libc::ECANCELED))
+        }
+
+        fn is_past_limits(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn only_a_queue_that_stops_refuses_the_rest_of_a_long_transfer() {
+        let thread = thread();
+        let source = DiskSource::null(1 << 30, &DiskOptions::default()).unwrap();
+        let memory = RepeatedBlock::zeroes(MIB, 4096).unwrap();
+        for (mode, is_refused) in
+            [(WaitMode::All, false), (WaitMode::RetriesOnly, true), (WaitMode::Never, true)]
+        {
+            for (bytes, is_long) in [(REST_BYTES, false), (REST_BYTES + MIB, true)] {
+                let disk = source.attach(thread.io());
+                disk.set_wait_mode(mode);
+                let data = || memory.buffers(bytes, ()).unwrap();
+                let requests = disk.with_requester(&Stops);
+                let transfers = async {
+                    let written = requests.write(0, data(), false).await.is_err();
+                    (requests.read(0, data()).await.is_err(), written)
+                };
+                let refused = thread.block_on(transfers).unwrap();
+                let expected = is_refused && is_long;
+                assert_eq!(refused, (expected, expected), "{mode:?}, {bytes} bytes");
+            }
+        }
+    }
+
+    /// Commands that move much data pass limits once for all of their pieces.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_request_that_has_passed_limits_does_not_wait_for_them() {
+        let (thread, source) =
+            (thread(), DiskSource::null(1 << 30, &DiskOptions::default()).unwrap());
+        let slow = Rates { total: Some(Rate { per_second: 1, burst: None }), ..Rates::default() };
+        source.set_limits(&Limits { bytes: slow, ..Limits::default() }).unwrap();
+        let disk = source.attach(thread.io());
+        let data = || Buffers::aligned(4096, 512);
+        let begins = async {
+            // The first request empties the bucket.
+            disk.write(0, data(), false).await.unwrap();
+            let mut past = pin!(disk.with_requester(&Stops).write(0, data(), false));
+            let mut waits = pin!(disk.write(0, data(), false));
+            let is_past = poll_fn(|cx| Poll::Ready(past.as_mut().poll(cx).is_ready())).await;
+            (is_past, poll_fn(|cx| Poll::Ready(waits.as_mut().poll(cx).is_ready())).await)
+        };
+        assert_eq!(thread.block_on(begins).unwrap(), (true, false));
+    }
+
+    /// Ranges of a list may end anywhere.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn each_step_of_a_long_write_has_whole_blocks() {
+        let bytes = 2 * STEP_BYTES;
+        let end = RemoteStub::new(&vec![1; bytes]);
+        let (thread, source) = (thread(), end.clone().source());
+        let disk = source.attach(thread.io());
+        for range_bytes in [1000, 4100, 65_536 + 8] {
+            let before = end.events();
+            let memory = RepeatedBlock::zeroes(range_bytes, 8).unwrap();
+            let data = memory.buffers(bytes, ()).unwrap();
+            thread.block_on(disk.write(0, data, false)).unwrap().unwrap();
+            let mut at = 0;
+            for event in &end.journal()[before..] {
+                let Event::Write(offset, data) = event else { panic!("{event:?}") };
+                assert_eq!(*offset, at, "{range_bytes}: a gap");
+                assert!(data.len().is_multiple_of(512), "{range_bytes}: {} bytes", data.len());
+                at += data.len() as u64;
+            }
+            assert_eq!(at, bytes as u64);
+            assert!(end.events() - before > 2, "{range_bytes}: the list was not cut");
+        }
+    }
+
+    /// A device with large blocks would otherwise have each of them zeroed in two parts.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn long_zeroes_are_cut_where_pieces_of_the_disk_begin() {
+        let end = RemoteStub::new(&vec![1; 12 * MIB]);
+        let (thread, source) = (thread(), end.clone().source());
+        let disk = source.attach(thread.io());
+        let mib = |count: usize| (count * MIB) as u64;
+        thread.block_on(disk.write_zeroes(mib(1), mib(9), true)).unwrap().unwrap();
+        let pieces: Vec<(u64, usize)> = end
+            .journal()
+            .iter()
+            .map(|event| match event {
+                Event::Write(offset, data) => (*offset, data.len()),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(pieces, [(mib(1), 3 * MIB), (mib(4), 4 * MIB), (mib(8), 2 * MIB)]);
+    }
+}

@@ -353,7 +353,7 @@ mod tests {
     use crate::executor::task::Owner;
     use crate::op::{FileRef, IoFile, Op};
     use crate::stats::Stats;
-    use iomem::Buffers;
+    use iomem::{Buffers, RepeatedBlock};
     use rustix::event::{EventfdFlags, eventfd};
     use std::io;
     use std::os::fd::OwnedFd;
@@ -367,6 +367,38 @@ mod tests {
         slots: Slots,
         stats: Stats,
         woken: Vec<TaskKey>,
+    }
+
+    /// The kernel shows no flags of an op that it has.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_op_is_described_as_the_kernel_wants_it() {
+        let file = OwnedFd::from(tempfile::tempfile().unwrap());
+        let file = IoFile::detached(Arc::new(file.into()));
+        let one = || Buffers::aligned(8192, 4096);
+        let several = || RepeatedBlock::zeroes(4096, 4096).unwrap().buffers(8192, ()).unwrap();
+        let (durable, plain) = (OpKind::Write { fua: true }, OpKind::Write { fua: false });
+        for (kind, buffers, opcode, rw_flags) in [
+            (OpKind::Read, one(), IOCB_CMD_PREAD, 0),
+            (OpKind::Read, several(), IOCB_CMD_PREADV, 0),
+            (plain, one(), IOCB_CMD_PWRITE, 0),
+            (plain, several(), IOCB_CMD_PWRITEV, 0),
+            (durable, one(), IOCB_CMD_PWRITE, libc::RWF_DSYNC),
+            (durable, several(), IOCB_CMD_PWRITEV, libc::RWF_DSYNC),
+            (OpKind::Flush, Buffers::empty(), IOCB_CMD_FDSYNC, 0),
+        ] {
+            let ranges = buffers.iovecs().len();
+            let op = Op { kind, file: Rc::clone(&file), offset: 12_288, buffers };
+            let iocb = iocb(5, &op, 6, 7);
+            assert_eq!((iocb.opcode, iocb.rw_flags), (opcode, rw_flags), "{kind:?}, {ranges}");
+            assert_eq!((iocb.data, iocb.fd, iocb.resfd), (5, 6, 7), "{kind:?}, {ranges}");
+            let (offset, length) = match ranges {
+                0 => (0, 0),
+                1 => (12_288, 8192),
+                _ => (12_288, ranges as u64),
+            };
+            assert_eq!((iocb.offset, iocb.nbytes), (offset, length), "{kind:?}, {ranges}");
+        }
     }
 
     impl Bench {

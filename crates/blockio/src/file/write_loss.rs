@@ -379,6 +379,19 @@ mod tests {
         assert!(!scene.loss.note_write(Some(submitted[1])), "it is told once");
     }
 
+    /// With direct I/O on a block device an op receives its own errors alone.
+    #[test]
+    fn a_flush_waits_for_others_only_if_they_may_have_its_report() {
+        for is_shared in [true, false] {
+            let loss = WriteLossTracker::new(is_shared);
+            assert_eq!(loss.flushes_to_await(), None);
+            let flush = loss.begin(FLUSH);
+            assert_eq!(loss.flushes_to_await(), is_shared.then_some(flush));
+            loss.end_op(flush, FLUSH, 0, Instant::now());
+            assert_eq!(loss.flushes_to_await(), None);
+        }
+    }
+
     /// The process before may have left writes without a flush.
     #[test]
     fn a_failed_fua_write_may_be_about_writes_of_another_process() {

@@ -140,3 +140,62 @@ fn pieces_of(memory: &[libc::iovec]) -> impl Iterator<Item = libc::iovec> + '_ {
         })
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::kernel::abi::Setup;
+    use iomem::Buffers;
+
+    #[test]
+    fn memory_is_found_by_all_of_its_bytes() {
+        let piece = |start, len, index| Piece { start, len, index, uses: 1 };
+        let pieces = vec![piece(4096, 4096, 7), piece(16_384, 8192, 3)];
+        let mut buffers = FixedBuffers { pieces, last_hit: 0 };
+        for (start, len, expected) in [
+            (4096, 4096, Some(7)),
+            (4096, 4097, None),
+            (4095, 2, None),
+            (8191, 1, Some(7)),
+            (8191, 2, None),
+            (8192, 1, None),
+            (16_384, 8192, Some(3)),
+            (20_480, 4096, Some(3)),
+            (20_480, 4097, None),
+            (5000, 100, Some(7)),
+            (0, 1, None),
+            (usize::MAX, 1, None),
+        ] {
+            let found = buffers.index_of(std::ptr::without_provenance_mut(start), len);
+            assert_eq!(found, expected, "{len} bytes at {start}");
+        }
+    }
+
+    /// Two users may register the same memory.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn memory_stays_registered_until_its_last_user_goes() {
+        let setup = Setup { depth: 8, sqpoll: false, embedded: false, polled_beside: None };
+        let ring = Ring::new(&setup).unwrap();
+        let [one, other] = [(); 2].map(|()| Buffers::aligned(8192, 4096));
+        let start = |list: &Buffers| list.iovecs()[0].iov_base.cast::<u8>();
+        let mut buffers = FixedBuffers::default();
+        for memory in [&one, &other, &one] {
+            buffers.add(&ring, memory.iovecs()).unwrap();
+        }
+        let indices = [&one, &other].map(|list| buffers.index_of(start(list), 8192).unwrap());
+        assert_ne!(indices[0], indices[1]);
+        buffers.remove(&ring, one.iovecs());
+        assert_eq!(buffers.index_of(start(&one), 8192), Some(indices[0]), "it has another user");
+        buffers.remove(&ring, one.iovecs());
+        assert_eq!(buffers.index_of(start(&one), 8192), None);
+        assert_eq!(buffers.index_of(start(&other), 8192), Some(indices[1]));
+        // A list of which one range cannot be registered leaves nothing behind.
+        let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 8192 };
+        let list = [one.iovecs()[0], nothing];
+        assert!(buffers.add(&ring, &list).is_err());
+        assert_eq!(buffers.index_of(start(&one), 8192), None, "its first range is left");
+        buffers.remove(&ring, other.iovecs());
+        assert!(buffers.pieces.is_empty());
+    }
+}
