@@ -30,9 +30,9 @@ impl Queue {
     /// Counts a call that announces this many answers. A call for none is forced.
     #[inline]
     pub(super) fn count_call(&self, answers: u32) {
-        let stats = &self.reports.requests;
+        let stats = &*self.reports.requests;
         stats.calls.add(1);
-        stats.call_batches.record(u16::try_from(answers).unwrap_or(u16::MAX));
+        stats.call_batches.record_any(answers);
         stats.called_answers.add(answers.into());
     }
 

@@ -12,8 +12,11 @@ impl Source for Queue {
         let ring = &mut *self.ring.borrow_mut();
         let batching = &mut *self.batching.borrow_mut();
         let count = ring.publish_quietly();
-        self.reports.requests.harvest_batches.record(count);
-        batching.answered(count);
+        // Usually zero: the run has published its answers.
+        if count > 0 {
+            self.reports.requests.harvest_batches.record(count);
+            batching.answered(count);
+        }
         self.call_if_wanted(ring, batching);
     }
 

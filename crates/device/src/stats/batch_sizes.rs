@@ -7,9 +7,22 @@ pub const BATCH_BOUNDS: usize = 8;
 
 const BUCKETS: usize = BATCH_BOUNDS + 1;
 
-/// The buckets that the writer distinguishes. A type of 16 bits needs no check for the last one,
-/// which would cost two instructions.
-const RECORDED: usize = 17;
+/// The buckets that the writer distinguishes: one for each result of [`bucket_of`], so that no
+/// check of the index is needed.
+const RECORDED: usize = u32::BITS as usize;
+
+/// The bucket of batches without a request.
+const EMPTY: usize = RECORDED - 1;
+
+/// The size that stands for all larger ones. Its bucket is the one before [`EMPTY`].
+const SIZE_MAX: u32 = 1 << (EMPTY - 1);
+
+/// The logarithm of a size of at most [`SIZE_MAX`], rounded up, in two instructions: the logarithm
+/// of an odd number is no special case, and size 0 wraps to the largest number.
+#[inline]
+fn bucket_of(size: u32) -> usize {
+    (size.wrapping_mul(2).wrapping_sub(1) | 1).ilog2() as usize
+}
 
 /// The bound of bucket `index`. A batch of just the bound is in that bucket.
 ///
@@ -28,21 +41,23 @@ pub const fn batch_bound(index: usize) -> u64 {
 pub struct BatchStats([Counter; RECORDED]);
 
 impl BatchStats {
-    /// Counts a batch, unless it is empty. Only the owning thread may call it.
+    /// Counts a batch. Only the owning thread may call it.
     #[inline]
     pub(crate) fn record(&self, size: u16) {
-        if size > 0 {
-            // Without the lowest bit, the logarithm of 0 would be a case of its own.
-            let log2 = ((u32::from(size.wrapping_sub(1)) * 2) | 1).ilog2();
-            self.0[log2 as usize].add(1);
-        }
+        self.0[bucket_of(size.into())].add(1);
     }
 
-    /// The batches so far.
+    /// Like [`record`](Self::record), for a size without a bound.
+    #[inline]
+    pub(crate) fn record_any(&self, size: u32) {
+        self.0[bucket_of(size.min(SIZE_MAX))].add(1);
+    }
+
+    /// The batches so far, without empty ones.
     #[must_use]
     pub fn values(&self) -> BatchSizes {
         let mut sizes = BatchSizes::default();
-        for (index, counter) in self.0.iter().enumerate() {
+        for (index, counter) in self.0[..EMPTY].iter().enumerate() {
             sizes.0[index.min(BATCH_BOUNDS)] += counter.get();
         }
         sizes
@@ -73,6 +88,10 @@ mod tests {
             stats.record(size);
         }
         assert_eq!(stats.values().buckets(), [2, 1, 2, 1, 0, 0, 1, 2, 3]);
+        for size in [0, 1, 128, 129, SIZE_MAX, SIZE_MAX + 1, 1 << 31, u32::MAX] {
+            stats.record_any(size);
+        }
+        assert_eq!(stats.values().buckets(), [3, 1, 2, 1, 0, 0, 1, 3, 8]);
     }
 
     #[test]
