@@ -15,9 +15,12 @@ const SPAN_MAX: Duration = Duration::from_millis(200);
 /// One of this many spans has frugal polling, to measure the CPU time of its ops.
 const SPANS_BETWEEN: u32 = 32;
 
-/// The most CPU time that spans take beyond the budget, or leave of it, for later spans: a new load
-/// is to be noticed soon.
+/// The most CPU time in nanoseconds that later spans receive from earlier ones: a new load is to be
+/// noticed soon.
 const BALANCE_MAX: i64 = 4_000_000;
+
+/// The unit of a sum of ops is this fraction of an op: the sum is halved many times.
+const FRACTION: i64 = 1024;
 
 /// The most percent. There is no bound with that many.
 const PERCENT_MAX: u32 = 100;
@@ -35,8 +38,9 @@ pub(super) struct PollBudget {
     ops: Cell<u64>,
     /// The thread's CPU time before this span.
     cpu: Cell<Duration>,
-    /// A recent mean of the nanoseconds of an op in spans with frugal polling; zero if unknown.
-    frugal_ns: Cell<i64>,
+    /// The CPU time in nanoseconds and the fractions of ops of recent spans with frugal polling. Each span halves
+    /// the weight of the earlier ones.
+    frugal: Cell<[i64; 2]>,
     /// The nanoseconds that are left of the budget.
     balance_ns: Cell<i64>,
 }
@@ -51,7 +55,7 @@ impl PollBudget {
             due: Cell::new(now + SPAN_MIN),
             ops: Cell::new(0),
             cpu: Cell::new(Duration::ZERO),
-            frugal_ns: Cell::new(0),
+            frugal: Cell::new([0; 2]),
             balance_ns: Cell::new(0),
         }
     }
@@ -76,9 +80,9 @@ impl PollBudget {
     }
 
     /// Ends the span if it had enough ops, and chooses the kind of the next one. `ops` have
-    /// completed and the thread has taken `cpu` so far.
+    /// completed so far, and `cpu` returns the CPU time that the thread has taken.
     #[cold]
-    pub(super) fn review(&self, now: Instant, ops: u64, cpu: Duration) {
+    pub(super) fn review(&self, now: Instant, ops: u64, cpu: impl FnOnce() -> Duration) {
         let done = ops.saturating_sub(self.ops.get());
         let is_idle = now.saturating_duration_since(self.due.get()) > SPAN_MAX;
         if done < SPAN_OPS && !is_idle {
@@ -86,20 +90,27 @@ impl PollBudget {
         }
         self.due.set(now + SPAN_MIN);
         self.ops.set(ops);
+        let cpu = cpu();
         let taken = nanoseconds(cpu.saturating_sub(self.cpu.replace(cpu)));
         if done < SPAN_OPS {
+            // So few ops take little CPU time in any case.
+            self.is_spent.set(false);
             return;
         }
-        let done = i64::try_from(done).unwrap_or(i64::MAX);
+        let done = i64::from(u32::try_from(done).unwrap_or(u32::MAX));
         if self.is_spent.get() {
-            let (old, new) = (self.frugal_ns.get(), taken / done);
-            self.frugal_ns.set(if old == 0 { new } else { old.midpoint(new) });
+            let [frugal_ns, frugal_ops] = self.frugal.get();
+            self.frugal.set([frugal_ns / 2 + taken, frugal_ops / 2 + done * FRACTION]);
         }
-        let frugal = self.frugal_ns.get();
-        if frugal > 0 {
-            let allowed = frugal * (100 + i64::from(self.percent.get())) / 100;
-            let balance = self.balance_ns.get() + allowed.saturating_mul(done) - taken;
-            self.balance_ns.set(balance.clamp(-BALANCE_MAX, BALANCE_MAX));
+        let [frugal_ns, frugal_ops] = self.frugal.get();
+        if frugal_ops > 0 {
+            let frugal =
+                i128::from(frugal_ns) * i128::from(done * FRACTION) / i128::from(frugal_ops);
+            let allowed = frugal * i128::from(100 + self.percent.get()) / 100;
+            let allowed = i64::try_from(allowed).unwrap_or(i64::MAX);
+            let balance = self.balance_ns.get().saturating_add(allowed).saturating_sub(taken);
+            // A span with polling begins with a balance that is not negative.
+            self.balance_ns.set(balance.min(BALANCE_MAX));
         }
         let spans = self.spans.get().wrapping_add(1);
         self.spans.set(spans);
@@ -148,7 +159,7 @@ mod tests {
 
         fn review(&self) {
             if self.budget.is_due(self.now) {
-                self.budget.review(self.now, self.ops, self.cpu);
+                self.budget.review(self.now, self.ops, || self.cpu);
             }
         }
     }
@@ -192,21 +203,50 @@ mod tests {
     fn an_idle_time_counts_for_no_op() {
         let mut load = Load::new(15);
         load.run([30, 20], 20_000);
-        let frugal = load.budget.frugal_ns.get();
+        let frugal = load.budget.frugal.get();
         for _ in 0..100 {
+            load.budget.is_spent.set(true);
             load.ops += SPAN_OPS - 1;
             load.cpu += Duration::from_millis(50);
             load.now += SPAN_MIN + SPAN_MAX + Duration::from_millis(1);
             let balance = load.budget.balance_ns.get();
             load.review();
             assert_eq!(load.budget.balance_ns.get(), balance);
+            assert!(!load.budget.is_spent(), "few ops may be polled for");
         }
-        assert_eq!(load.budget.frugal_ns.get(), frugal);
+        assert_eq!(load.budget.frugal.get(), frugal);
         // A span with few ops goes on while it is not too long.
         let due = load.budget.due.get();
         load.now = due + SPAN_MAX;
-        load.review();
+        load.budget.review(load.now, load.ops, || unreachable!("a system call for each wait"));
         assert_eq!(load.budget.due.get(), due);
+    }
+
+    /// Spans with many cheap ops alternate with spans with few costly ones.
+    #[test]
+    fn an_op_counts_alike_in_each_span() {
+        let mut load = Load::new(10);
+        let mut taken = [Duration::ZERO; 2];
+        for round in 0..4000 {
+            let before = load.cpu;
+            load.run([5, 5], 1000);
+            load.run([114, 50], 40);
+            if round >= 100 {
+                taken[0] += load.cpu - before;
+                taken[1] += Duration::from_micros(5 * 1000 + 50 * 40);
+            }
+        }
+        let [taken, frugal] = taken.map(|time| time.as_secs_f64());
+        assert!(taken < 1.15 * frugal, "{taken} s instead of {frugal} s");
+    }
+
+    /// A long wait is polled for in each op of a span.
+    #[test]
+    fn no_excess_of_a_span_is_forgiven() {
+        let mut load = Load::new(10);
+        load.run([10_000, 20], 10_000);
+        let (cpu, _) = load.run([10_000, 20], 100_000);
+        assert!(cpu < 25.0, "{cpu} us");
     }
 
     #[test]

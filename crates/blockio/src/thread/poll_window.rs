@@ -77,6 +77,8 @@ pub(crate) struct PollWindow {
     frugal: [LatencyAccount; 2],
     /// Operations of servers in flight, without foreign ops.
     remote_ops: Cell<usize>,
+    /// Foreign and remote ops that have completed.
+    server_ops: Cell<u64>,
 }
 
 /// A time that grows while events come soon after the loop has run out of work, and shrinks when
@@ -128,7 +130,8 @@ impl PollWindow {
         let [disk, for_sources, for_ops] = std::array::from_fn(|_| LatencyAccount::new(max));
         let frugal = [for_sources, for_ops];
         let budget = PollBudget::new(budget_percent, now);
-        Self { sources, foreign, disk, budget, frugal, remote_ops: Cell::new(0) }
+        let (remote_ops, server_ops) = Default::default();
+        Self { sources, foreign, disk, budget, frugal, remote_ops, server_ops }
     }
 
     /// Sets the longest window and the budget from now on.
@@ -140,11 +143,12 @@ impl PollWindow {
         frugal.iter().chain([disk]).for_each(|account| account.set_max(max));
     }
 
-    /// Compares the CPU time of the ops with the budget. `ops` returns the ops completed so far.
+    /// Compares the CPU time of the ops with the budget. `ops` returns the ops that the kernel has
+    /// completed so far. Called between polling and sleeping: a turn sees one state of the budget.
     #[inline]
     pub(crate) fn review_budget(&self, now: Instant, ops: impl FnOnce() -> u64) {
         if self.budget.is_due(now) {
-            self.budget.review(now, ops(), clock::thread_cpu());
+            self.budget.review(now, ops() + self.server_ops.get(), clock::thread_cpu);
         }
     }
 
@@ -184,6 +188,7 @@ impl PollWindow {
     /// Notes the number of foreign ops that have completed.
     #[inline]
     pub(crate) fn record_foreign_ops(&self, ops: usize, now: Instant) {
+        self.server_ops.set(self.server_ops.get() + ops as u64);
         if ops > 0 && !self.sources.max.get().is_zero() {
             self.foreign.record_foreign_ops(ops, now);
         }
@@ -576,10 +581,24 @@ mod tests {
             ops += 100;
             cpu += 100 * us(micros[span % 2]);
             assert!(window.budget.is_due(now));
-            window.budget.review(now, ops, cpu);
+            window.budget.review(now, ops, || cpu);
         }
         assert!(window.budget.is_spent());
         window
+    }
+
+    #[test]
+    fn ops_of_servers_and_of_the_kernel_have_one_budget() {
+        let now = Instant::now();
+        let window = PollWindow::new(MAX, 10, now);
+        window.record_foreign_ops(16, now);
+        (0..8).for_each(|_| window.begin_remote_op());
+        (0..8).for_each(|_| window.end_remote_op(now));
+        let later = now + Duration::from_millis(2);
+        window.review_budget(later, || 7);
+        assert!(window.budget.is_due(later), "31 ops are few");
+        window.review_budget(later, || 8);
+        assert!(!window.budget.is_due(later));
     }
 
     #[test]

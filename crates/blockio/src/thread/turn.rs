@@ -339,8 +339,8 @@ impl Io {
         let since = (!is_busy && wait == Wait::ForEvent).then(clock::now);
         let awaited = self.awaited();
         if let Some(since) = since {
-            self.poll_window.review_budget(since, || self.stats.ops());
             is_busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
+            self.poll_window.review_budget(since, || self.stats.ops());
         }
         if is_busy {
             self.poll_sources();
