@@ -33,6 +33,8 @@ const NOTE_BYTE: u64 = 8;
 const NOTE_LAYOUT: u64 = 16;
 const SPLIT_MARK: u64 = u64::from_le_bytes(*b"of split");
 const PACKED_MARK: u64 = u64::from_le_bytes(*b"of packd");
+/// All accounts are new, of whatever layout.
+const NEW_MARK: u64 = u64::from_le_bytes(*b"of none.");
 
 /// The layout of a ring. Accounts differ by layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,9 +164,17 @@ impl InflightRegion {
         Ok(InflightAccount { memory, layout, start, entries: queue_size })
     }
 
-    /// Marks all accounts as new: their queues continue at their configured places. Call it while
-    /// no queue runs, and only after all requests are answered, or dropped by their driver.
+    /// Marks all accounts as new: their queues continue at their configured places. `layout` is that
+    /// of the rings, which matters only to a region without room for a note. Call it while no queue
+    /// runs, and only after all requests are answered, or dropped by their driver.
     pub fn forget(&self, layout: RingLayout) {
+        self.reset_accounts(layout);
+        if let Some(place) = self.place_of_note() {
+            self.store(place + NOTE_LAYOUT, &NEW_MARK.to_ne_bytes());
+        }
+    }
+
+    fn reset_accounts(&self, layout: RingLayout) {
         if !self.has_room(layout) {
             return;
         }
@@ -185,16 +195,17 @@ impl InflightRegion {
     /// process that dies in between leaves the earlier note, so the next process forgets them, too.
     fn take_up(&self, layout: RingLayout) {
         let Some(place) = self.place_of_note() else { return };
-        let (own, different) = match layout {
-            RingLayout::Split => (SPLIT_MARK, PACKED_MARK),
-            RingLayout::Packed => (PACKED_MARK, SPLIT_MARK),
+        let own = match layout {
+            RingLayout::Split => SPLIT_MARK,
+            RingLayout::Packed => PACKED_MARK,
         };
         let mut mark = [0; 8];
         // The memory is mapped.
         let _ = self.memory.read(place + NOTE_LAYOUT, &mut mark);
         let mark = u64::from_ne_bytes(mark);
-        if mark == different {
-            self.forget(layout);
+        // There is no mark in a region of an earlier version, or of another back-end.
+        if mark != own && mark != 0 {
+            self.reset_accounts(layout);
         }
         if mark != own {
             self.store(place + NOTE_LAYOUT, &own.to_ne_bytes());

@@ -286,7 +286,7 @@ fn accounts_are_new_when_the_layout_changes() {
 }
 
 #[test]
-fn a_region_is_forgotten_as_far_as_it_has_accounts() {
+fn a_region_is_forgotten_for_all_layouts() {
     let bytes = InflightRegion::bytes_with_note(RingLayout::Split, 2, SIZE);
     let memory = Arc::new(GuestMemory::anonymous(&[(0, bytes)]).unwrap());
     let region = InflightRegion::new(Arc::clone(&memory), 2, SIZE).unwrap();
@@ -298,11 +298,12 @@ fn a_region_is_forgotten_as_far_as_it_has_accounts() {
         Inflight::open(&account, ring).unwrap()
     };
     let recoveries = || [0, 1].map(|index| open(index).1);
-    [0, 1].into_iter().for_each(|index| open(index).0.seen([3, 1].into_iter()));
-    region.set_note(7);
-    region.forget(RingLayout::Packed);
-    assert_eq!(recoveries(), [Recovery::Known { requests: 2 }; 2]);
-    region.forget(RingLayout::Split);
-    assert_eq!(recoveries(), [Recovery::New; 2]);
-    assert_eq!(region.note(), Some(7));
+    for negotiated in [RingLayout::Packed, RingLayout::Split] {
+        [0, 1].into_iter().for_each(|index| open(index).0.seen([3, 1].into_iter()));
+        region.set_note(7);
+        assert_eq!(recoveries(), [Recovery::Known { requests: 2 }; 2]);
+        region.forget(negotiated);
+        assert_eq!(recoveries(), [Recovery::New; 2], "{negotiated:?}");
+        assert_eq!(region.note(), Some(7));
+    }
 }
