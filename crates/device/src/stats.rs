@@ -91,6 +91,8 @@ impl ErrorCause {
             Some(libc::EINVAL) => Self::Invalid,
             Some(libc::EBADE) => Self::Reserved,
             Some(libc::EBUSY) => Self::Unavailable,
+            // The queue stops.
+            None if error.kind() == std::io::ErrorKind::ResourceBusy => Self::Unavailable,
             _ => Self::Disk,
         }
     }
@@ -308,6 +310,8 @@ mod tests {
             assert_eq!(ErrorCause::of_disk(&error), expected, "{error}");
         }
         assert_eq!(ErrorCause::of_disk(&std::io::Error::other("text")), ErrorCause::Disk);
+        let stops = std::io::Error::new(std::io::ErrorKind::ResourceBusy, "text");
+        assert_eq!(ErrorCause::of_disk(&stops), ErrorCause::Unavailable);
     }
 
     #[test]
