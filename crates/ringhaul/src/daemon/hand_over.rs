@@ -177,7 +177,7 @@ impl Daemon {
 
     /// The counters of the IoThreads. None if the daemon has ended.
     pub(crate) fn iothread_stats(&self) -> Vec<LoopStats> {
-        self.pool.lock().threads.as_ref().map(Threads::stats).unwrap_or_default()
+        self.pool.lock().threads.as_ref().map(Threads::stats_to_hand_over).unwrap_or_default()
     }
 
     /// Continues the counters of another process, except the counters of its exports.
@@ -495,6 +495,21 @@ mod tests {
         assert!(format!("{why:#}").contains("its cache cannot be written"), "{why:#}");
         assert!(daemon.ownership.await_ours().is_ok());
         assert!(daemon.describe().is_ok(), "it has not resumed");
+    }
+
+    /// A process may run fewer threads, or none until it has an export.
+    #[test]
+    fn counters_of_threads_that_do_not_run_are_handed_over() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let sample: serde_json::Value =
+            serde_json::from_str(include_str!("format/sample.json")).unwrap();
+        let earlier: Vec<LoopStats> =
+            serde_json::from_value(sample["standstill"]["iothreads"].clone()).unwrap();
+        assert!(!earlier.is_empty());
+        daemon.continue_counters(0, earlier.clone());
+        assert_eq!(daemon.iothread_stats(), earlier);
     }
 
     /// The new process waits for the lock of a cluster, and so do its guests.

@@ -324,6 +324,15 @@ impl Threads {
         turns
     }
 
+    /// The counters for the next process: of threads that do not run here, too.
+    pub(crate) fn stats_to_hand_over(&self) -> Vec<LoopStats> {
+        let mut stats = self.stats();
+        let runs = |earlier: &&LoopStats| stats.iter().all(|thread| thread.name != earlier.name);
+        let ended: Vec<_> = self.earlier.iter().filter(runs).cloned().collect();
+        stats.extend(ended);
+        stats
+    }
+
     /// The counters of each thread, and of the threads of this name in earlier processes.
     pub(crate) fn stats(&self) -> Vec<LoopStats> {
         let threads = self.remotes().enumerate();
