@@ -58,7 +58,7 @@ pub(super) struct Export {
     log: Arc<ExportLog>,
     pub(super) setup: SessionSetup,
     /// The turns that a session has while queues run. `None`: locks do not depend on sessions.
-    turns: Option<Arc<GuestTurns>>,
+    pub(super) turns: Option<Arc<GuestTurns>>,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
     fd_store: Option<Arc<FdStore>>,
@@ -534,6 +534,10 @@ pub(super) mod tests {
         }
 
         pub(crate) fn on(disk: DiskSource, endpoint: Endpoint) -> Self {
+            Self::with(disk, endpoint, ExportSettings::default())
+        }
+
+        fn with(disk: DiskSource, endpoint: Endpoint, settings: ExportSettings) -> Self {
             let config =
                 IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
             let io = IoThread::new(&config).unwrap();
@@ -544,7 +548,7 @@ pub(super) mod tests {
                 name: None,
                 endpoint: EndpointSpec::Fd(3),
                 device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
-                settings: ExportSettings::default(),
+                settings,
             };
             let stages = Arc::<Stages>::default();
             let mut opening = stages.begin(vec![spec], false).unwrap();
@@ -877,7 +881,8 @@ pub(super) mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
             let disk = DiskSource::file(file.path(), &options).unwrap();
-            (Scene::on(disk, Endpoint::Connection(ours)), theirs)
+            let settings = ExportSettings { late_lock: true, ..ExportSettings::default() };
+            (Scene::with(disk, Endpoint::Connection(ours), settings), theirs)
         };
         let ((mut old, _front_end), (mut new, _other)) = (connection(), connection());
         let mut export = old.export();
@@ -895,6 +900,13 @@ pub(super) mod tests {
         }))
         .unwrap();
         export.earlier.queues[0].kicks = 8;
+        let state = json!({
+            "format": "ringhaul device state", "version": 1,
+            "units": [], "events": [], "missed-events": false,
+        });
+        let states = json!({ "left": state, "next": state });
+        let turns = export.turns.as_ref().expect("the disk is locked late");
+        turns.take_over(serde_json::from_value(states.clone()).unwrap());
         export.begin_pause();
         run(&mut export);
         assert!(export.has_paused());
@@ -908,6 +920,7 @@ pub(super) mod tests {
         assert!(first["totals"].to_string().contains(":7"), "{first}");
         assert_eq!(first["counters"]["queues"][0]["kicks"], 8);
         assert_eq!(first["counters"]["held-ns"], 3);
+        assert_eq!(first["turns"], states);
         let (setup, now) = (new.setup.take().unwrap(), Instant::now());
         let taken = Export::take_over((setup, handed), Waker::noop(), &mut fds, now).unwrap();
         assert!(taken.has_paused() && taken.is_connection_logged && taken.sessions == 7);

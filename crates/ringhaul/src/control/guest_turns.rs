@@ -3,11 +3,11 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockio::executor::{Lock, Turns};
 use device::access::DiskAccess;
 use device::{Device, MovedState};
+use serde::{Deserialize, Serialize};
 use vhost_user::RunLock;
 
 use super::disk_locks::DiskLocks;
@@ -20,8 +20,8 @@ pub(crate) struct GuestTurns {
     /// Held while a turn begins or ends, which may wait for a file system. The size of a disk is
     /// held before it.
     turn: Lock<Turn>,
-    /// True if a loaded state waits for its guest. Written under the lock.
-    has_next: AtomicBool,
+    /// Changed only by a holder of the turn's lock, and never held while waiting.
+    states: Lock<TurnStates>,
 }
 
 #[derive(Default)]
@@ -29,9 +29,17 @@ struct Turn {
     users: Turns,
     /// The highest number of a user with a turn that has begun.
     begun: u64,
+}
+
+/// The states between two turns.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct TurnStates {
     /// The state at the end of the last turn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     left: Option<MovedState>,
     /// The state with which the next turn begins.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     next: Option<MovedState>,
 }
 
@@ -49,7 +57,7 @@ pub(crate) enum TurnError {
 
 impl GuestTurns {
     pub(super) fn new(device: Device, locks: Arc<DiskLocks>) -> Self {
-        Self { device, locks, turn: Lock::default(), has_next: AtomicBool::default() }
+        Self { device, locks, turn: Lock::default(), states: Lock::default() }
     }
 
     /// The state with which the guest can continue on another host.
@@ -62,12 +70,13 @@ impl GuestTurns {
         if turn.users.holder().is_some() {
             return Err(TurnError::Running);
         }
-        if let Some(next) = &turn.next {
-            return Ok(next.clone());
+        let TurnStates { left, next } = self.states.lock().clone();
+        if let Some(next) = next {
+            return Ok(next);
         }
         // A front-end that is still there may have got news since. Afterwards the device is reset.
         let now = self.state_of_driver(self.device.moved_state().ok().flatten());
-        now.or_else(|| turn.left.clone()).ok_or(TurnError::NoGuest)
+        now.or(left).ok_or(TurnError::NoGuest)
     }
 
     /// Returns a state that was read before, unless the device was reset: then it may be of no
@@ -78,9 +87,8 @@ impl GuestTurns {
 
     /// Drops a loaded state if its guest does not come.
     pub(crate) fn forget(&self) {
-        let mut turn = self.turn.lock();
-        turn.next = None;
-        self.has_next.store(false, Ordering::Relaxed);
+        let _turn = self.turn.lock();
+        self.states.lock().next = None;
     }
 
     /// Has the next turn begin with a state.
@@ -89,11 +97,10 @@ impl GuestTurns {
     ///
     /// If a guest has the turn, or the state is of another device.
     pub(crate) fn load(&self, state: MovedState) -> anyhow::Result<()> {
-        let mut turn = self.turn.lock();
+        let turn = self.turn.lock();
         anyhow::ensure!(turn.users.holder().is_none(), TurnError::Running);
         self.device.check_moved(&state)?;
-        turn.next = Some(state);
-        self.has_next.store(true, Ordering::Relaxed);
+        self.states.lock().next = Some(state);
         Ok(())
     }
 
@@ -118,9 +125,14 @@ impl GuestTurns {
         &self.locks
     }
 
-    /// Returns true if a loaded state waits for its guest. Does not wait.
-    pub(super) fn has_next(&self) -> bool {
-        self.has_next.load(Ordering::Relaxed)
+    /// The states for the next process. Does not wait.
+    pub(super) fn hand_over(&self) -> TurnStates {
+        self.states.lock().clone()
+    }
+
+    /// Continues with the states of an earlier process.
+    pub(super) fn take_over(&self, states: TurnStates) {
+        *self.states.lock() = states;
     }
 
     fn begin(&self, user: u64) -> io::Result<()> {
@@ -130,7 +142,8 @@ impl GuestTurns {
         }
         let accesses = self.accesses();
         let begun = accesses.iter().try_for_each(|access| access.begin_use(user));
-        let begun = begun.map_err(io::Error::other).and_then(|()| match &turn.next {
+        let next = self.states.lock().next.clone();
+        let begun = begun.map_err(io::Error::other).and_then(|()| match &next {
             Some(state) => self.device.continue_moved(state).map_err(|error| {
                 let text = format!("cannot continue with the loaded state: {error}");
                 io::Error::other(text)
@@ -141,7 +154,7 @@ impl GuestTurns {
             accesses.iter().for_each(|access| access.end_use(user));
         }
         begun?;
-        if turn.next.is_some() {
+        if next.is_some() {
             tracing::info!("the guest continues with the loaded state");
         }
         // The end of an earlier turn may still wait for its disks.
@@ -150,8 +163,7 @@ impl GuestTurns {
         }
         turn.users.begin(user, ());
         turn.begun = turn.begun.max(user);
-        (turn.left, turn.next) = (None, None);
-        self.has_next.store(false, Ordering::Relaxed);
+        *self.states.lock() = TurnStates::default();
         Ok(())
     }
 
@@ -188,9 +200,9 @@ impl RunLock for GuestTurns {
         let left = self.end(user);
         self.locks.release(user)?;
         if let Some(left) = left {
-            let mut turn = self.turn.lock();
+            let turn = self.turn.lock();
             if turn.users.holder().is_none() && turn.begun <= user {
-                turn.left = Some(left);
+                self.states.lock().left = Some(left);
             }
         }
         Ok(())
@@ -277,22 +289,47 @@ pub(crate) mod tests {
         let state = from.save().unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
         assert!(refusal(other.load(state.clone())).contains("serial=a"));
-        assert!(!other.has_next());
+        assert_eq!(other.hand_over(), TurnStates::default());
         to.load(state.clone()).unwrap();
-        assert!(to.has_next(), "the next process would not have it");
         assert_eq!(to.save().unwrap(), state, "it can be taken elsewhere");
         to.forget();
-        assert!(!to.has_next() && to.save().is_err());
+        assert!(to.hand_over() == TurnStates::default() && to.save().is_err());
         to.load(state.clone()).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref(), "it comes later");
         to.device.reset();
         to.take(2).unwrap();
         assert_eq!(Some(&state), to.device.moved_state().unwrap().as_ref());
-        assert!(!to.has_next() && to.release(2).is_ok());
+        assert_eq!(to.hand_over(), TurnStates::default());
+        to.release(2).unwrap();
         // The next turn begins with the state of the device.
         to.device.reset();
         to.take(3).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
+    }
+
+    #[test]
+    fn the_next_process_has_the_states_between_two_turns() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let [from, to] = ["a", "a"].map(|serial| host(&disk, &file, serial));
+        let replaced = |turns: &GuestTurns| {
+            let handed = serde_json::to_value(turns.hand_over()).unwrap();
+            let next = host(&disk, &file, "a");
+            next.take_over(serde_json::from_value(handed).unwrap());
+            next
+        };
+        from.device.set_features(1 << 32).unwrap();
+        from.take(1).unwrap();
+        let Device::Scsi(scsi) = &from.device else { unreachable!("it is one") };
+        scsi.access(PLACE.address()).unwrap().refresh();
+        from.release(1).unwrap();
+        let state = from.save().unwrap();
+        assert_eq!(replaced(&from).save().unwrap(), state, "the guest can still move");
+        to.load(state.clone()).unwrap();
+        let to = replaced(&to);
+        to.take(1).unwrap();
+        assert_eq!(Some(state), to.device.moved_state().unwrap());
     }
 
     /// One unit is locked late, and a second one is not locked.

@@ -73,7 +73,6 @@ impl Export {
         }
         self.check_disks()?;
         self.check_changes()?;
-        self.check_moved_state()?;
         let describe = |fds: &mut PassedFds| -> io::Result<HandedExport> {
             let endpoint = self.endpoint.as_ref().map(|endpoint| endpoint.hand_over(fds));
             let disks = self.disks.iter().map(|disk| {
@@ -118,19 +117,6 @@ impl Export {
             return Ok(());
         };
         Err(CommandError::NotNow(anyhow::anyhow!(text)))
-    }
-
-    /// Refuses a hand-over that would lose the state of a guest that is about to come.
-    fn check_moved_state(&self) -> Answered<()> {
-        if !self.waits_for_guest() {
-            return Ok(());
-        }
-        Err(CommandError::NotNow(anyhow::anyhow!(
-            "a guest is about to continue on {}, and its state is loaded; try again when the guest \
-             runs, or drop the state with `echo null | ringhaul ctl state load {}`",
-            self.spec.name(),
-            self.spec.name()
-        )))
     }
 
     /// Returns true if waiting requests do not delay a queue that stops.
@@ -206,6 +192,7 @@ impl Export {
             debts,
             totals: Some(self.setup.device.totals()),
             counters: Some(self.counters()),
+            turns: self.turns.as_ref().map(|turns| turns.hand_over()),
             device,
             reservations,
         })
@@ -234,6 +221,9 @@ impl Export {
         }
         progress.totals.into_iter().for_each(|totals| export.setup.device.add_totals(totals));
         export.earlier = progress.counters.unwrap_or_default();
+        if let (Some(turns), Some(states)) = (&export.turns, progress.turns) {
+            turns.take_over(states);
+        }
         let files = progress.reservations.into_iter().map(|place| fds.take_some(place));
         let files = files.map(|fd| Ok(fd?.map(File::from))).collect::<io::Result<_>>();
         let device = files.and_then(|files| export.setup.device.resume(progress.device, files));

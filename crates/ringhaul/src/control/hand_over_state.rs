@@ -9,6 +9,7 @@ use device::{DeviceState, RequestTotals};
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds, SessionState};
 
+use super::guest_turns::TurnStates;
 use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
 use crate::spec::stats::QueueServed;
@@ -72,6 +73,10 @@ pub(crate) struct ExportProgress {
     /// The other counters. `None`: the old process hands none over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) counters: Option<ExportCounters>,
+    /// The states between two turns of guests. `None`: its guests have no turns, or the old process
+    /// hands none over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) turns: Option<TurnStates>,
     pub(super) device: DeviceState,
     /// The device's files with reservations.
     pub(super) reservations: Vec<Option<FdIndex>>,
@@ -104,9 +109,16 @@ impl ExportProgress {
         self.totals = None;
     }
 
-    /// Drops the other counters, for a process that does not understand them.
+    /// Drops the other counters and the states of guests, for a process that does not understand
+    /// them.
     pub(crate) fn forget_counters(&mut self) {
         self.counters = None;
+        if self.turns.take().is_some_and(|turns| turns != TurnStates::default()) {
+            tracing::warn!(
+                "the new process does not understand the states that `ctl state` has saved or \
+                 loaded; load them again before their guests continue"
+            );
+        }
     }
 }
 

@@ -121,11 +121,6 @@ impl Export {
         Ok(ResizingDisk { id: self.id(), log_name, device, disk, turns: self.turns.clone() })
     }
 
-    /// Returns true if the state of a guest is loaded, and the guest has not come yet.
-    pub(in crate::control) fn waits_for_guest(&self) -> bool {
-        self.turns.as_ref().is_some_and(|turns| turns.has_next())
-    }
-
     /// The turns of its guests, whose state moves with them.
     pub(in crate::control) fn guest_turns(&self) -> Answered<Arc<GuestTurns>> {
         let (name, state) = (self.spec.name(), self.state());
