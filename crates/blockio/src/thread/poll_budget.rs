@@ -38,8 +38,8 @@ pub(super) struct PollBudget {
     ops: Cell<u64>,
     /// The thread's CPU time before this span.
     cpu: Cell<Duration>,
-    /// The CPU time in nanoseconds and the fractions of ops of recent spans with frugal polling. Each span halves
-    /// the weight of the earlier ones.
+    /// The CPU time in nanoseconds and the fractions of ops of recent spans with frugal polling.
+    /// Each span halves the weight of the earlier ones.
     frugal: Cell<[i64; 2]>,
     /// The nanoseconds that are left of the budget.
     balance_ns: Cell<i64>,

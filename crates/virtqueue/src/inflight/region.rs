@@ -164,9 +164,9 @@ impl InflightRegion {
         Ok(InflightAccount { memory, layout, start, entries: queue_size })
     }
 
-    /// Marks all accounts as new: their queues continue at their configured places. `layout` is that
-    /// of the rings, which matters only to a region without room for a note. Call it while no queue
-    /// runs, and only after all requests are answered, or dropped by their driver.
+    /// Marks all accounts as new: their queues continue at their configured places. `layout` is
+    /// that of the rings, which matters only to a region without room for a note. Call it while no
+    /// queue runs, and only after all requests are answered, or dropped by their driver.
     pub fn forget(&self, layout: RingLayout) {
         self.reset_accounts(layout);
         if let Some(place) = self.place_of_note() {
