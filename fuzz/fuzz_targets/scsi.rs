@@ -15,7 +15,7 @@ use blockio::{DiskOptions, DiskSource, EngineKind, IoThread, IoThreadConfig};
 use device::access::DiskAccess;
 use device::scsi::ScsiDevice;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::{Identifiers, UnitOptions};
+use device::scsi::unit::UnitOptions;
 use device::unit_address::UnitAddress;
 use device::{Device, LogEvents, QueueHandle, QueueSetup, Ring};
 use libfuzzer_sys::fuzz_target;
@@ -220,19 +220,16 @@ impl<'a> Run<'a> {
     }
 
     fn add_unit(&self, device: usize, lun: u8) {
+        let port = [0x30, 0, 0, 0, 0, 0, u8::try_from(device).expect("few"), lun];
         let options = UnitOptions {
             vendor: "vendor".into(),
-            product: String::new(),
             revision: "1".into(),
             serial: "serial".into(),
-            naa: [0x30; 8],
-            identifiers: Identifiers::Standard,
-            obeys_stop: true,
             rotational: lun & 1 != 0,
             discard: lun & 2 == 0,
             write_cache: lun & 4 == 0,
             access: Arc::clone(&self.access),
-            port: [0x30, 0, 0, 0, 0, 0, u8::try_from(device).expect("few"), lun],
+            ..UnitOptions::new([0x30; 8], port)
         };
         let address = UnitAddress { target: 0, lun: lun.into() };
         let _ = scsi(&self.devices[device]).add_unit(address, self.stage.source.clone(), options);

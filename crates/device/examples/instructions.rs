@@ -22,7 +22,7 @@ use device::blk::config::{
     BlkOptions, F_EVENT_IDX, F_FLUSH, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, SECTOR_BYTES,
 };
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::{Identifiers, UnitOptions};
+use device::scsi::unit::UnitOptions;
 use device::unit_address::UnitAddress;
 use device::{Device, LogEvents, QueueSetup, Ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -337,20 +337,7 @@ fn new_device(kind: Kind, source: DiskSource) -> Result<Device> {
     let options = ScsiOptions { queue_size: RING.size, ..ScsiOptions::default() };
     let device = Device::scsi(options, events);
     if let Device::Scsi(scsi) = &device {
-        let unit = UnitOptions {
-            vendor: "RINGHAUL".into(),
-            product: "instructions".into(),
-            revision: "1".into(),
-            serial: "1".into(),
-            naa: [0x30, 0, 0, 0, 0, 0, 0, 1],
-            identifiers: Identifiers::Standard,
-            obeys_stop: true,
-            rotational: false,
-            discard: true,
-            write_cache: true,
-            access: Arc::default(),
-            port: [0x30, 0, 0, 0, 0, 0, 0, 2],
-        };
+        let unit = UnitOptions::new([0x30; 8], [0x31; 8]);
         scsi.add_unit(UnitAddress { target: 0, lun: 0 }, source, unit)?;
     }
     Ok(device)

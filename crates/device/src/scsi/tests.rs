@@ -72,14 +72,7 @@ fn options() -> UnitOptions {
         product: "Product".into(),
         revision: "1.0".into(),
         serial: "serial".into(),
-        naa: [0x30, 1, 2, 3, 4, 5, 6, 7],
-        identifiers: Identifiers::Standard,
-        obeys_stop: true,
-        rotational: false,
-        discard: true,
-        write_cache: true,
-        access: Arc::default(),
-        port: [0x30, 0, 0, 0, 0, 0, 0, 1],
+        ..UnitOptions::new([0x30, 1, 2, 3, 4, 5, 6, 7], [0x30, 0, 0, 0, 0, 0, 0, 1])
     }
 }
 

@@ -97,6 +97,26 @@ pub(crate) struct Attentions {
 }
 
 impl UnitOptions {
+    /// A unit with these names, on a disk of its own: it has a write cache, deallocates blocks,
+    /// obeys stops, and has no texts.
+    #[must_use]
+    pub fn new(naa: [u8; 8], port: [u8; 8]) -> Self {
+        Self {
+            vendor: String::new(),
+            product: String::new(),
+            revision: String::new(),
+            serial: String::new(),
+            naa,
+            identifiers: Identifiers::Standard,
+            obeys_stop: true,
+            rotational: false,
+            discard: true,
+            write_cache: true,
+            access: Arc::default(),
+            port,
+        }
+    }
+
     /// Fails with a message if a text is too long or not printable ASCII.
     pub(crate) fn check(&self) -> Result<(), String> {
         let texts = [

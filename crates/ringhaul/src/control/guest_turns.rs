@@ -226,7 +226,7 @@ pub(crate) mod tests {
     use blockio::{DiskOptions, DiskSource};
     use device::access::ReservationStorage;
     use device::scsi::config::ScsiOptions;
-    use device::scsi::unit::{Identifiers, UnitOptions};
+    use device::scsi::unit::UnitOptions;
 
     use super::*;
     use crate::control::export_log::ExportLog;
@@ -249,20 +249,7 @@ pub(crate) mod tests {
     }
 
     fn unit(serial: &str, access: Arc<DiskAccess>) -> UnitOptions {
-        UnitOptions {
-            vendor: String::new(),
-            product: String::new(),
-            revision: String::new(),
-            serial: serial.to_owned(),
-            naa: [0x30; 8],
-            identifiers: Identifiers::default(),
-            obeys_stop: false,
-            rotational: false,
-            discard: false,
-            write_cache: true,
-            access,
-            port: [0x31; 8],
-        }
+        UnitOptions { serial: serial.to_owned(), access, ..UnitOptions::new([0x30; 8], [0x31; 8]) }
     }
 
     fn refusal<T>(result: Result<T, impl ToString>) -> String {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use device::blk::config::BlkOptions;
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::{Identifiers, UnitOptions};
+use device::scsi::unit::UnitOptions;
 use device::scsi::{RemovedUnit, UnitError};
 use device::{Device, LogEvents, QueueTuning};
 use iomem::fits;
@@ -63,19 +63,13 @@ pub(super) fn device(plan: &Plan, index: usize, disks: &[Rc<Disk>]) -> Device {
 fn add(device: &Device, index: usize, disk: &Disk) -> Result<(), UnitError> {
     let Device::Scsi(scsi) = device else { unreachable!("it has units") };
     let byte = |number: usize| u8::try_from(number).expect("plans have a few of each");
+    let naa = [0x31, 0, 0, 0, 0, 0, 0, byte(disk.index)];
+    let port = [0x32, 0, 0, 0, 0, 0, byte(disk.index), byte(index)];
     let options = UnitOptions {
-        vendor: "RINGHAUL".into(),
-        product: "sim".into(),
-        revision: "1".into(),
         serial: serial(disk.index),
-        naa: [0x31, 0, 0, 0, 0, 0, 0, byte(disk.index)],
-        identifiers: Identifiers::Standard,
-        obeys_stop: true,
-        rotational: false,
-        discard: true,
         write_cache: disk.plan.no_write_cache == 0,
         access: Arc::clone(&disk.shared().access),
-        port: [0x32, 0, 0, 0, 0, 0, byte(disk.index), byte(index)],
+        ..UnitOptions::new(naa, port)
     };
     scsi.add_unit(address(index, disk.index), disk.source.clone(), options)
 }

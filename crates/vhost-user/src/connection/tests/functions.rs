@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use device::scsi::config::ScsiOptions;
-use device::scsi::unit::{Identifiers, UnitOptions};
+use device::scsi::unit::UnitOptions;
 use device::unit_address::UnitAddress;
 use virtqueue::driver::{Desc, Driver};
 use virtqueue::{GuestMemory, QueueConfig};
@@ -24,20 +24,7 @@ fn scsi() -> Device {
     let device = Device::scsi(ScsiOptions::default(), Arc::new(LogEvents::new("test")));
     let Device::Scsi(scsi) = &device else { unreachable!() };
     let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
-    let options = UnitOptions {
-        vendor: "Vendor".into(),
-        product: "Product".into(),
-        revision: "1.0".into(),
-        serial: "serial".into(),
-        naa: [0x30, 1, 2, 3, 4, 5, 6, 7],
-        identifiers: Identifiers::Standard,
-        obeys_stop: true,
-        rotational: false,
-        discard: true,
-        write_cache: true,
-        access: Arc::default(),
-        port: [0x30, 0, 0, 0, 0, 0, 0, 1],
-    };
+    let options = UnitOptions::new([0x30; 8], [0x31; 8]);
     scsi.add_unit(UNIT, source, options).unwrap();
     device
 }
