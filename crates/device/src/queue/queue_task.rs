@@ -252,6 +252,7 @@ mod tests {
     use std::sync::Arc;
     use std::task::Waker;
 
+    use blockio::thread::Armed;
     use virtqueue::driver::{Desc, Used};
     use virtqueue::{LocalMemory, SplitQueue};
 
@@ -605,14 +606,21 @@ mod tests {
 
     #[test]
     fn answers_wait_for_their_turn_where_they_must_be_in_order() {
-        // The front-end of the last two has no region either.
-        for (in_order, is_marked) in [(false, false), (true, false), (false, true), (true, true)] {
+        // A region of the daemon's own is none of the front-end, which has no order without one.
+        for (in_order, region_is_own) in [
+            (false, None),
+            (true, None),
+            (false, Some(true)),
+            (true, Some(true)),
+            (true, Some(false)),
+        ] {
             let mut scene = Scene::new();
             scene.in_order = in_order;
-            if is_marked {
+            if let Some(region_is_own) = region_is_own {
                 scene.mark_requests();
-                scene.region_is_own = true;
+                scene.region_is_own = region_is_own;
             }
+            let in_order = in_order && region_is_own != Some(false);
             let heads: Vec<u16> = (0..6).map(|_| scene.offer_without_kick(&buffer())).collect();
             let done: Vec<u16> = [2, 1, 0, 5, 3, 4].map(|at| heads[at]).into();
             let handle = scene.start(Shuffled(Rc::default(), done.clone()));
@@ -623,6 +631,60 @@ mod tests {
             }
             let _ = scene.wait(&handle.begin_final_stop());
         }
+    }
+
+    /// A driver that breaks the rules has no order, and gets all its answers even so.
+    #[test]
+    fn answers_that_should_be_in_order_come_though_the_driver_has_none() {
+        for has_head_twice in [true, false] {
+            let mut scene = Scene::new();
+            scene.in_order = true;
+            let mut heads = [(); 3].map(|()| scene.offer_without_kick(&buffer()));
+            let put = |scene: &Scene, index: u64, head: u16| {
+                let entry = RING.avail_ring + 4 + 2 * index;
+                scene.memory.write(entry, &head.to_le_bytes()).unwrap();
+            };
+            let gate = Rc::new(Gate::default());
+            let handle = if has_head_twice {
+                heads[2] = heads[1];
+                put(&scene, 2, heads[1]);
+                let done = vec![heads[1], heads[1], heads[0]];
+                scene.start(Shuffled(Rc::clone(&gate), done))
+            } else {
+                scene.start(Gated(Rc::clone(&gate)))
+            };
+            scene.turn(10);
+            assert_eq!(gate.popped.get(), 3);
+            if !has_head_twice {
+                put(&scene, 0, 60);
+            }
+            gate.open();
+            assert_eq!(scene.wait(&handle.begin_final_stop()), 3);
+            let used = std::iter::from_fn(|| scene.driver.take_used());
+            let mut answered: Vec<u32> = used.map(|used| used.head).collect();
+            answered.sort_unstable();
+            heads.sort_unstable();
+            assert_eq!(answered, heads.map(u32::from));
+        }
+    }
+
+    /// A thread that finds work it does not do would never sleep.
+    #[test]
+    fn a_queue_that_stops_has_no_work_in_its_ring() {
+        let mut scene = Scene::new();
+        let gate = Rc::new(Gate::default());
+        let handle = scene.start(Gated(Rc::clone(&gate)));
+        scene.offer(&buffer());
+        scene.turn(10);
+        let stopped = handle.begin_final_stop();
+        scene.turn(10);
+        scene.offer(&buffer());
+        scene.turn(10);
+        let queue = gate.queue.take().unwrap();
+        assert!(matches!(queue.arm(Instant::now()), Armed::Full) && !queue.has_work());
+        drop(queue);
+        gate.open();
+        assert_eq!(scene.wait(&stopped), 1);
     }
 
     #[test]
@@ -693,6 +755,7 @@ mod tests {
         scene.turn(10);
         calls += count_of(&scene.call);
         assert_eq!(scene.stats.calls.get(), calls);
+        assert_eq!(scene.stats.called_answers.get(), 7, "each call announces its own answers");
         assert_eq!(scene.wait(&handle.begin_final_stop()), 7);
     }
 

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use super::blk_guests::BlkGuest;
 use super::*;
 use crate::MovedState;
 use crate::access::ReservationStorage;
-use crate::access::persist::PortName;
+use crate::access::persist::{PortName, SHARED_TEXT};
 use crate::access::sense::Sense;
 
 const READ_KEYS: [u8; 10] = [0x5e, 0, 0, 0, 0, 0, 0, 0, 255, 0];
@@ -207,4 +208,16 @@ fn reservations_that_outlive_the_daemon_need_a_file_there() {
     let after = there(&before);
     let error = load(&after, &moved(&before)).unwrap_err();
     assert!(error.contains("unit 0:1") && error.contains("reservations=PATH"), "{error}");
+}
+
+/// The guest of such a device would go on with reservations that it does not know.
+#[test]
+fn a_disk_that_a_virtio_blk_device_shares_takes_no_state() {
+    let (before, after) = (Initiator::new(), Initiator::new());
+    let state = moved(&before);
+    let guest = BlkGuest::beside(&after);
+    let refused = load(&after, &state).unwrap_err();
+    assert!(refused.contains(SHARED_TEXT), "{refused}");
+    drop(guest);
+    load(&after, &state).unwrap();
 }

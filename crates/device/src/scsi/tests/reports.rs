@@ -257,3 +257,17 @@ fn data_that_does_not_arrive_is_no_success() {
     let sense = initiator.raw_sense();
     assert_eq!((sense[2], sense[12]), (4, 0x44));
 }
+
+/// The used length counts the bytes for the driver.
+#[test]
+fn a_write_returns_no_data() {
+    let mut initiator = Initiator::new();
+    for (cdb, out, room, bytes) in [
+        (cdb10(0x2a, 0, 0, 1), vec![1; BLOCK], 0, 0),
+        (cdb10(0x28, 0, 0, 1), vec![], 512, 512),
+        (vec![0; 6], vec![], 0, 0),
+    ] {
+        initiator.begin(UNIT.bytes(), &cdb, &out, room);
+        assert_eq!(initiator.scene.answer().bytes, RESPONSE_BYTES + bytes, "{cdb:x?}");
+    }
+}
