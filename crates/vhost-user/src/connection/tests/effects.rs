@@ -354,6 +354,25 @@ fn a_reset_of_the_device_ends_its_log() {
     scene.end();
 }
 
+/// Without marks to make, queues take the shorter way of a guest that is not logged.
+#[test]
+fn only_queues_with_something_to_mark_have_the_log() {
+    let mut scene = Scene::new(PROTOCOL_FEATURES);
+    scene.start();
+    let log = scene.memory();
+    assert!(matches!(scene.tell(&log_of(MEMORY_BYTES), log), Ended::Done | Ended::Answer(_)));
+    let has_log = |scene: &Scene| [0, 1].map(|ring| scene.connection.queue_log(ring).is_some());
+    assert_eq!(has_log(&scene), [false; 2]);
+    let addresses = addresses(USER_ADDR + 0x4000);
+    let set = Request::SetVringAddr { index: 1, addresses, log: Some(0x1000) };
+    assert_eq!(scene.tell(&set, vec![]), Ended::Done);
+    assert_eq!(has_log(&scene), [false, true]);
+    let all = Request::SetFeatures(scene.connection.features() | F_LOG_ALL);
+    assert_eq!(scene.tell(&all, vec![]), Ended::Done);
+    assert_eq!(has_log(&scene), [true; 2]);
+    scene.end();
+}
+
 /// A log of this many bytes.
 fn log_of(size: u64) -> Request {
     Request::SetLogBase(LogArea { size, file_offset: 0 })
