@@ -9,6 +9,7 @@ use crate::engine::kernel::sim::{KernelOp, RingSetup, SqThread, World, install};
 use crate::op::OpKind;
 use crate::thread::foreign_op::ForeignCompleter;
 
+mod lacking;
 mod limits;
 mod stable;
 mod waiting;

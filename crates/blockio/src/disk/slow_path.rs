@@ -455,6 +455,30 @@ mod tests {
         }
     }
 
+    /// The next process makes it. Nothing is in progress between two steps.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_long_transfer_of_a_frozen_queue_makes_no_step() {
+        let thread = thread();
+        let source = DiskSource::null(1 << 30, &DiskOptions::default()).unwrap();
+        let memory = RepeatedBlock::zeroes(MIB, 4096).unwrap();
+        let data = |bytes| memory.buffers(bytes, ()).unwrap();
+        let disk = source.attach(thread.io());
+        disk.set_wait_mode(WaitMode::Frozen);
+        let transfers = async {
+            let mut write = pin!(disk.write(0, data(2 * STEP_BYTES), false));
+            let mut read = pin!(disk.read(0, data(2 * STEP_BYTES)));
+            let are_done = poll_fn(|cx| {
+                Poll::Ready([write.as_mut().poll(cx).is_ready(), read.as_mut().poll(cx).is_ready()])
+            });
+            assert_eq!(are_done.await, [false; 2]);
+            disk.set_wait_mode(WaitMode::All);
+            write.await.unwrap();
+            read.await.unwrap();
+        };
+        thread.block_on(transfers).unwrap();
+    }
+
     /// Commands that move much data pass limits once for all of their pieces.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]

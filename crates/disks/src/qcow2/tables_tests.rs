@@ -159,3 +159,81 @@ fn places_behind_the_old_end_of_a_disk_are_found_again_when_it_grows() {
         }
     }
 }
+
+/// The content of a new image, in whole blocks.
+fn content(options: &str) -> Option<Vec<u8>> {
+    let mut content = std::fs::read(create(options, "16M")?.path()).unwrap();
+    content.resize(content.len().next_multiple_of(4096), 0);
+    Some(content)
+}
+
+/// The entry of a cluster is written again, though imago has it in memory already.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_first_write_that_has_failed_is_in_the_file_after_the_next_try() {
+    let Some(content) = content("cluster_size=4k") else { return };
+    let end = RemoteStub::exclusive(&content);
+    let open = || {
+        let layer = Layer::qcow2(end.clone().source()).unwrap();
+        crate::qcow2::open(vec![layer], false).unwrap()
+    };
+    let (source, thread) = (open(), IoThread::new(&IoThreadConfig::default()).unwrap());
+    let disk = source.attach(thread.io());
+    let write = |cluster: u64| {
+        let data = Buffers::from_vec(vec![7; 512]);
+        thread.block_on(disk.write(cluster * CLUSTER, data, false)).unwrap()
+    };
+    // From now on clusters are counted ahead, and their entries are written alone.
+    (0..3).for_each(|cluster| write(cluster).unwrap());
+    // No two entries are in one block of a table, which would be written with the next of them.
+    for cluster in [70, 140, 210] {
+        end.have_some_fail(1);
+        write(cluster).unwrap_err();
+        end.have_some_fail(0);
+        write(cluster).unwrap();
+    }
+    thread.block_on(disk.flush()).unwrap().unwrap();
+    drop((disk, source));
+    let disk = open().attach(thread.io());
+    for cluster in [0, 1, 2, 70, 140, 210] {
+        let read = thread.block_on(disk.read_vec(cluster * CLUSTER, 512)).unwrap().unwrap();
+        assert!(read == [7; 512], "cluster {cluster} is lost");
+    }
+}
+
+/// Any of its writes and flushes may fail.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_growth_that_is_reported_is_in_the_file() {
+    const NEW: u64 = 64 << 20;
+    // The table of tables has to move.
+    let Some(content) = content("cluster_size=512") else { return };
+    let (mut done, mut failed) = (0, 0);
+    for one_fails_in in [2, 3, 4, 6, 9] {
+        for earlier in 0..10 {
+            let end = RemoteStub::exclusive(&content);
+            let layer = Layer::qcow2(end.clone().source()).unwrap();
+            let source = crate::qcow2::open(vec![layer], false).unwrap();
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let disk = source.attach(thread.io());
+            // Other writes fail, depending on these.
+            for cluster in 0..=earlier {
+                let data = Buffers::from_vec(vec![7; 512]);
+                thread.block_on(disk.write(cluster * 512, data, false)).unwrap().unwrap();
+            }
+            end.have_some_fail(one_fails_in);
+            let grown = source.set_size(NEW, || ());
+            end.have_some_fail(0);
+            let in_file = Layer::qcow2(end.clone().source()).unwrap().header.unwrap().size_bytes;
+            match grown {
+                Ok(()) => {
+                    done += 1;
+                    assert_eq!(in_file, NEW, "{one_fails_in}, {earlier}");
+                }
+                Err(_) => failed += 1,
+            }
+            drop((disk, source));
+        }
+    }
+    assert!(done > 5 && failed > 5, "{done} of {}", done + failed);
+}
