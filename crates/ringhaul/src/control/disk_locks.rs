@@ -192,6 +192,28 @@ mod tests {
         assert!(is_free(first.path()) && is_free(second.path()) && !locks.are_held());
     }
 
+    /// The user has said that other programs may use the disk.
+    #[test]
+    fn a_unit_without_a_lock_is_not_locked_beside_others() {
+        let disks = [disk(), disk()];
+        let unit = |lun: u16, no_lock: bool| {
+            let disk = serde_json::json!({ "file": disks[usize::from(lun)].path() });
+            serde_json::json!({ "lun": lun, "disk": disk, "settings": { "no-lock": no_lock } })
+        };
+        let spec: ExportSpec = serde_json::from_value(serde_json::json!({
+            "endpoint": { "path": "/vm" }, "late-lock": true,
+            "device": { "scsi": [unit(0, false), unit(1, true)] },
+        }))
+        .unwrap();
+        let sources = [late(disks[0].path()), late(disks[1].path())];
+        let locks = DiskLocks::of_export(&spec, &sources).unwrap();
+        assert_eq!(locks.places(), [Some(FIRST)]);
+        locks.take(1).unwrap();
+        assert!(!is_free(disks[0].path()) && is_free(disks[1].path()));
+        let never = ExportSpec { settings: crate::spec::ExportSettings::default(), ..spec };
+        assert!(DiskLocks::of_export(&never, &sources).is_none());
+    }
+
     #[test]
     fn a_unit_is_locked_from_its_addition_to_its_removal() {
         let [first, second] = [disk(), disk()];

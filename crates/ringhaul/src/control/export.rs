@@ -538,6 +538,20 @@ pub(super) mod tests {
         }
 
         fn with(disk: DiskSource, endpoint: Endpoint, settings: ExportSettings) -> Self {
+            Self::at((Arc::default(), 3), disk, endpoint, settings)
+        }
+
+        /// A second export of the same daemon.
+        pub(in crate::control) fn beside(&self, disk: DiskSource, endpoint: Endpoint) -> Self {
+            Self::at((Arc::clone(&self.stages), 4), disk, endpoint, ExportSettings::default())
+        }
+
+        fn at(
+            (stages, fd): (Arc<Stages>, i32),
+            disk: DiskSource,
+            endpoint: Endpoint,
+            settings: ExportSettings,
+        ) -> Self {
             let config =
                 IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
             let io = IoThread::new(&config).unwrap();
@@ -546,11 +560,10 @@ pub(super) mod tests {
             let device = Device::blk(disk.clone(), BlkOptions::default(), events);
             let spec = ExportSpec {
                 name: None,
-                endpoint: EndpointSpec::Fd(3),
+                endpoint: EndpointSpec::Fd(fd),
                 device: DeviceSpec::Blk(DiskSpec::Null { size_bytes: 1 << 20 }),
                 settings,
             };
-            let stages = Arc::<Stages>::default();
             let mut opening = stages.begin(vec![spec], false).unwrap();
             let export = opening.remove(0).claim().map_err(FailedExport::release).unwrap();
             let setup = ExportSetup {

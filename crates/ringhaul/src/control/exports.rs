@@ -477,3 +477,92 @@ impl Exports {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use blockio::DiskOptions;
+
+    use super::*;
+    use crate::control::export::tests::Scene;
+    use crate::socket::Endpoint;
+
+    fn exports() -> Exports {
+        let (alarm, (_, received)) = (Alarm::new().unwrap(), mpsc::channel());
+        Exports::new(Arc::default(), received, Arc::new(alarm), Waker::noop().clone())
+    }
+
+    /// Two exports on one file. Each front-end is the far end of its socket.
+    fn beside(file: &tempfile::NamedTempFile) -> [(Scene, UnixStream); 2] {
+        let disk = || {
+            let options = DiskOptions { no_lock: true, late_lock: true, ..DiskOptions::default() };
+            DiskSource::file(file.path(), &options).unwrap()
+        };
+        let [(ours, theirs), (other, far)] = [(); 2].map(|()| UnixStream::pair().unwrap());
+        let first = Scene::on(disk(), Endpoint::Connection(ours));
+        let second = first.beside(disk(), Endpoint::Connection(other));
+        [(first, theirs), (second, far)]
+    }
+
+    fn disk() -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        file
+    }
+
+    /// The second change would undo the first.
+    #[test]
+    fn a_disk_is_resized_through_one_export_at_a_time() {
+        let file = disk();
+        let mut all = exports();
+        let mut scenes = beside(&file);
+        all.list.extend(scenes.iter_mut().map(|(scene, _)| scene.export()));
+        let names = [0, 1].map(|index: usize| all.list[index].spec.name());
+        let resize =
+            |all: &mut Exports, index: usize| all.begin_resize(&names[index], None).map(drop);
+        let is_busy =
+            |resized| matches!(resized, Err(CommandError::DiskBusy(name)) if name == names[0]);
+        resize(&mut all, 0).unwrap();
+        assert!(is_busy(resize(&mut all, 1)));
+        // The export ends, and its disk still changes.
+        let ended = all.list.remove(0).close(Waker::noop());
+        all.closing.push(ended);
+        assert!(is_busy(resize(&mut all, 1)));
+        all.closing[0].changing.clear();
+        resize(&mut all, 1).unwrap();
+    }
+
+    /// Each guest sees the size of its own device.
+    #[test]
+    fn a_new_size_is_reported_through_each_export_of_the_disk() {
+        let file = disk();
+        let [(mut resized, _one), (mut other, _other)] = beside(&file);
+        let mut all = exports();
+        all.list.extend([resized.export(), other.export()]);
+        let id = all.list[0].id();
+        let lock = all.list[1].disks[0].late_lock().unwrap();
+        let known = |all: &Exports| all.list[1].disks[0].announced_bytes();
+        file.as_file().set_len(1 << 21).unwrap();
+        lock.take(1).unwrap();
+        all.report_resized(id, None);
+        assert_eq!(known(&all), 1 << 20, "the size of that disk has not changed");
+        all.list[0].begin_resize(None).map(drop).unwrap();
+        all.report_resized(id, None);
+        assert_eq!(known(&all), 1 << 21);
+    }
+
+    /// The first removal waits, and the second one is by force.
+    #[test]
+    fn a_removal_by_force_limits_the_wait_of_an_export_that_has_ended() {
+        let mut scene = Scene::new(Endpoint::Connection(UnixStream::pair().unwrap().0));
+        let (mut all, ended) = (exports(), scene.export());
+        let name = ended.spec.name();
+        all.closing.push(ended.close(Waker::noop()));
+        for force in [false, true] {
+            all.remove(&name, force, oneshot::channel().0);
+            assert_eq!(all.closing[0].deadline().is_some(), force);
+        }
+        assert_eq!(all.closing[0].removal_waiters.len(), 2);
+    }
+}

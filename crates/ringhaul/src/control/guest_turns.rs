@@ -135,6 +135,12 @@ impl GuestTurns {
         *self.states.lock() = states;
     }
 
+    /// The device of the guests.
+    #[cfg(test)]
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     fn begin(&self, user: u64) -> io::Result<()> {
         let mut turn = self.turn.lock();
         if turn.users.has_ended(user) {
@@ -180,6 +186,14 @@ impl GuestTurns {
         self.state_of_driver(state)
     }
 
+    /// Keeps the state at the end of a user's turn, unless a later turn has begun since.
+    fn keep_left(&self, user: u64, left: Option<MovedState>) {
+        let turn = self.turn.lock();
+        if left.is_some() && turn.users.holder().is_none() && turn.begun <= user {
+            self.states.lock().left = left;
+        }
+    }
+
     /// The accesses of the disks that several hosts use in turn.
     fn accesses(&self) -> Vec<Arc<DiskAccess>> {
         let places = self.locks.places();
@@ -199,12 +213,7 @@ impl RunLock for GuestTurns {
     fn release(&self, user: u64) -> io::Result<()> {
         let left = self.end(user);
         self.locks.release(user)?;
-        if let Some(left) = left {
-            let turn = self.turn.lock();
-            if turn.users.holder().is_none() && turn.begun <= user {
-                self.states.lock().left = Some(left);
-            }
-        }
+        self.keep_left(user, left);
         Ok(())
     }
 }
@@ -230,6 +239,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::control::export_log::ExportLog;
+    use crate::testing::wait_until;
 
     const PLACE: UnitPlace = UnitPlace { target: 0, lun: 0 };
 
@@ -325,9 +335,7 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
         std::fs::write(&disk, [0; 4096]).unwrap();
-        let kept = r#"{"format": "ringhaul persistent reservations", "version": 1,
-            "registrations": [], "reservation": null}"#;
-        std::fs::write(&file, kept).unwrap();
+        stored(&file);
         let [here, there] = ["a", "a"].map(|serial| host(&disk, &file, serial));
         let Device::Scsi(scsi) = &here.device else { unreachable!("it is one") };
         let access = scsi.access(PLACE.address()).unwrap();
@@ -345,7 +353,59 @@ pub(crate) mod tests {
         let refused = refusal(there.begin(1));
         assert!(refused.contains("uses the file"), "a unit still has the disk: {refused}");
         remove(PLACE);
-        there.begin(1).unwrap();
+        wait_for_file(&there);
+    }
+
+    /// Waits for the file of reservations: a child of another test has it open until it executes
+    /// its program.
+    fn wait_for_file(there: &GuestTurns) {
+        wait_until(|| there.begin(1).is_ok());
+    }
+
+    /// The guest that has stopped learns of it on the other host.
+    #[test]
+    fn a_state_has_the_news_since_the_end_of_its_turn() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let host = host(&disk, &file, "a");
+        host.device.set_features(1 << 32).unwrap();
+        host.take(1).unwrap();
+        host.release(1).unwrap();
+        let before = host.save().unwrap();
+        let Device::Scsi(scsi) = &host.device else { unreachable!("it is one") };
+        scsi.access(PLACE.address()).unwrap().refresh();
+        assert_ne!(host.save().unwrap(), before);
+    }
+
+    /// The file of a disk that was used before.
+    fn stored(file: &Path) {
+        let text = r#"{"format": "ringhaul persistent reservations", "version": 1,
+            "registrations": [], "reservation": null}"#;
+        std::fs::write(file, text).unwrap();
+    }
+
+    /// A front-end may come before the end of the turn before it.
+    #[test]
+    fn a_turn_that_follows_another_at_once_takes_its_disks_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        stored(&file);
+        let [here, there] = ["a", "a"].map(|serial| host(&disk, &file, serial));
+        here.device.set_features(1 << 32).unwrap();
+        here.take(1).unwrap();
+        here.take(2).unwrap();
+        assert_eq!(here.end(1), None, "it is the next one's turn");
+        let state = here.end(2);
+        wait_for_file(&there);
+        there.release(1).unwrap();
+        // The end of the second turn is slow, and the third one is over.
+        here.device.reset();
+        here.begin(3).unwrap();
+        assert_eq!(here.end(3), None);
+        here.keep_left(2, state);
+        assert_eq!(here.save(), Err(TurnError::NoGuest), "a later guest has changed the disk");
     }
 
     /// The file is of another program.

@@ -622,5 +622,10 @@ pub(super) mod tests {
         assert!(
             !stages.cancel_start(&[]) && matches!(stages.end_reason(), CommandError::HandedOver(7))
         );
+
+        let stages = Arc::<Stages>::default();
+        let own = begin(&stages, "/a").unwrap();
+        stages.close(Some(7));
+        assert!(!stages.cancel_start(&[own.id()]), "the other process opens it");
     }
 }

@@ -39,3 +39,117 @@ impl Daemon {
         Ok(Reply::StateLoaded)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use blockio::{DiskOptions, DiskSource};
+    use clap::{Args, FromArgMatches};
+    use serde_json::json;
+    use vhost_user::RunLock;
+
+    use super::*;
+    use crate::daemon::Shutdown;
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+    use crate::spec::UnitPlace;
+    use crate::spec::command::{Command, NewSize};
+
+    const FIRST: UnitPlace = UnitPlace { target: 0, lun: 0 };
+    const SECOND: UnitPlace = UnitPlace { target: 0, lun: 1 };
+
+    /// A daemon with a unit that is locked for the turns of guests alone.
+    struct Scene {
+        folder: tempfile::TempDir,
+        daemon: Daemon,
+        _ending: Shutdown,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = serve.get_matches_from(["serve", "--engine", "threads"]);
+            let args = ServeArgs::from_arg_matches(&args).unwrap();
+            let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+            let scene = Self { folder: tempfile::tempdir().unwrap(), daemon, _ending };
+            for name in ["first", "second"] {
+                std::fs::write(scene.path(name), [0; 4096]).unwrap();
+            }
+            let unit = json!({ "lun": 0, "disk": { "file": scene.path("first") } });
+            let export = json!({
+                "name": "vm", "endpoint": { "path": scene.path("vm") }, "late-lock": true,
+                "device": { "scsi": [unit] },
+            });
+            let export = serde_json::from_value(export).unwrap();
+            scene.handle(Command::Add(vec![export])).unwrap();
+            scene
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.folder.path().join(name)
+        }
+
+        fn handle(&self, command: Command) -> Result<Reply, CommandError> {
+            self.daemon.handle(command)
+        }
+
+        fn add_second(&self, reservations: &str) -> Result<Reply, CommandError> {
+            let unit = json!({
+                "lun": 1, "disk": { "file": self.path("second") },
+                "settings": { "reservations": self.path(reservations) },
+            });
+            let unit = serde_json::from_value(unit).unwrap();
+            self.handle(Command::AddUnit("vm".to_owned(), Box::new(unit)))
+        }
+
+        /// Returns true if another program can lock this disk.
+        fn is_free(&self, name: &str) -> bool {
+            let options = DiskOptions { at_once: true, ..DiskOptions::default() };
+            DiskSource::file(&self.path(name), &options).is_ok()
+        }
+    }
+
+    /// Programs decide by the kind of the error whether to try again.
+    #[test]
+    fn a_turn_decides_which_commands_are_refused() {
+        let scene = Scene::new();
+        let turns = scene.daemon.control.guest_turns("vm".to_owned(), false).unwrap();
+        let resize = || {
+            let size = NewSize { size_bytes: Some(8192), shrink: false };
+            scene.handle(Command::Resize("vm".to_owned(), Some(FIRST), size))
+        };
+        let save = || scene.handle(Command::SaveState("vm".to_owned()));
+        let load = |state: &Value| {
+            scene.handle(Command::LoadState("vm".to_owned(), Box::new(state.clone())))
+        };
+        assert!(matches!(resize(), Err(CommandError::Invalid(_))), "another host may use it");
+        assert!(matches!(save(), Err(CommandError::NotNow(_))), "there was no guest");
+        turns.device().set_features(1 << 32).unwrap();
+        turns.take(1).unwrap();
+        assert!(matches!(resize(), Ok(Reply::Resized(8192))));
+        assert!(matches!(save(), Err(CommandError::NotNow(_))), "the guest runs");
+        turns.release(1).unwrap();
+        let Ok(Reply::State(state)) = save() else { panic!("there is no state") };
+        assert!(matches!(load(&json!({})), Err(CommandError::Invalid(_))));
+        assert!(matches!(load(&state), Ok(Reply::StateLoaded)));
+        assert!(matches!(load(&Value::Null), Ok(Reply::StateLoaded)));
+        turns.take(2).unwrap();
+        assert!(matches!(load(&state), Err(CommandError::NotNow(_))), "the guest runs");
+    }
+
+    /// Other programs may use the disk of a unit that is not there.
+    #[test]
+    fn the_disk_of_a_unit_that_is_not_added_or_removed_is_free() {
+        let scene = Scene::new();
+        let turns = scene.daemon.control.guest_turns("vm".to_owned(), false).unwrap();
+        turns.take(1).unwrap();
+        std::fs::write(scene.path("broken"), "text").unwrap();
+        assert!(scene.add_second("broken").is_err());
+        assert!(scene.is_free("second"), "it is not added");
+        scene.add_second("reservations").unwrap();
+        assert!(!scene.is_free("second") && !scene.is_free("first"));
+        scene.handle(Command::RemoveUnit("vm".to_owned(), SECOND)).unwrap();
+        assert!(scene.is_free("second") && !scene.is_free("first"));
+    }
+}

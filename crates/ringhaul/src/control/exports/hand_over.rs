@@ -196,7 +196,8 @@ mod tests {
     use super::*;
     use crate::control::disk_change::{DiskChange, DiskChangeKind};
     use crate::control::export::tests::Scene;
-    use crate::control::order::Alarm;
+    use crate::control::exports::Order;
+    use crate::control::order::{Alarm, OrderKind};
     use crate::control::stages::Stages;
     use crate::socket::Endpoint;
 
@@ -247,6 +248,32 @@ mod tests {
         }
         all.hand_over = None;
         assert!(matches!(describe(&all), Ok(1)));
+    }
+
+    /// A later order may undo an earlier one.
+    #[test]
+    fn orders_that_a_hand_over_holds_keep_their_order() {
+        let alarm = Alarm::new().unwrap();
+        let (orders, received) = mpsc::channel();
+        let stages = Arc::<Stages>::default();
+        let mut all = Exports::new(stages, received, Arc::new(alarm), Waker::noop().clone());
+        let order = |kind, generation| {
+            let carry_out = Box::new(move |all: &mut Exports| all.generation = generation);
+            orders.send(Order { kind, carry_out }).unwrap();
+        };
+        let next = |all: &mut Exports| {
+            let order = all.next_order()?;
+            (order.carry_out)(all);
+            Some(all.generation)
+        };
+        all.hand_over = Some(HandOver::Paused);
+        (1..4).for_each(|number| order(OrderKind::Change, number));
+        order(OrderKind::Query, 7);
+        assert_eq!([next(&mut all), next(&mut all)], [Some(7), None]);
+        all.hand_over = None;
+        order(OrderKind::Change, 4);
+        let carried_out: Vec<u64> = std::iter::from_fn(|| next(&mut all)).collect();
+        assert_eq!(carried_out, [1, 2, 3, 4]);
     }
 
     /// The description may be out of date when the new process is ready.
