@@ -426,8 +426,34 @@ mod tests {
     use std::time::Instant;
 
     use blockio::{DiskOptions, DiskSource};
+    use clap::{Args, FromArgMatches};
 
     use super::*;
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+
+    /// A disk may change while no thread of the daemon works, and another disk may get its name.
+    #[test]
+    fn exports_are_looked_at_now_and_then_and_forgotten_when_they_have_gone() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let known = Known { state: DiskState::Lost, ..Known::default() };
+        let disks = BTreeMap::from([(("gone".to_owned(), None), known)]);
+        let (bell, known) = (Arc::clone(daemon.control.monitor()), Weak::new());
+        let mut checks = Checks { daemon: known, bell, checker: None, disks, look: None };
+        let mut look = checks.look_at(&daemon).unwrap();
+        assert!(checks.disks.is_empty());
+        // The thread of exports may have woken for the look itself.
+        let activity = |daemon: &Daemon| Some((daemon.control.wakes(), 0));
+        while !look.is_current(&daemon) {
+            look.activity = activity(&daemon);
+        }
+        look.time = Instant::now().checked_sub(IDLE_LOOK).unwrap();
+        assert!(!look.is_current(&daemon));
+        (look.time, look.activity) = (Instant::now(), None);
+        assert!(!look.is_current(&daemon), "a thread works");
+    }
 
     #[test]
     fn subscribers_are_told_when_a_disk_does_worse() {

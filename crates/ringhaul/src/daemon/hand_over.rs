@@ -435,7 +435,7 @@ mod tests {
     use std::path::Path;
 
     use blockio::DiskOptions;
-    use blockio::testing::{Call, RemoteStub};
+    use blockio::testing::{Call, HandOverFacts, RemoteStub};
     use clap::{Args, FromArgMatches};
 
     use super::super::adding::tests::export;
@@ -443,7 +443,9 @@ mod tests {
     use crate::control::Scene;
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
+    use crate::spec::command::Command;
     use crate::spec::qos::{LimitSpec, QosChange, QosSpec};
+    use crate::testing::wait_until;
 
     /// The new process opens its disk with them, and does not know of the change.
     #[test]
@@ -512,18 +514,95 @@ mod tests {
         assert_eq!(daemon.iothread_stats(), earlier);
     }
 
+    /// A request may be given up while queues stop.
+    #[test]
+    fn a_disk_that_may_still_change_keeps_its_process() {
+        let disk = RemoteStub::new(&[0; 4096]);
+        let (daemon, _scene, _front_end) = serving(&disk);
+        let generation = daemon.describe().unwrap().generation;
+        disk.set_hand_over(HandOverFacts { may_still_change: true, ..HandOverFacts::default() });
+        let refused = daemon.pause(generation).map(drop).unwrap_err();
+        assert!(refused.to_string().contains("may still execute"), "{refused}");
+        disk.set_hand_over(HandOverFacts::default());
+        // The exports resume on their own.
+        wait_until(|| daemon.describe().is_ok());
+        let generation = daemon.describe().unwrap().generation;
+        daemon.pause(generation).map(drop).unwrap();
+    }
+
     /// The new process waits for the lock of a cluster, and so do its guests.
     #[test]
     fn disks_are_released_once_they_belong_to_the_new_process() {
         let disk = RemoteStub::new(&[0; 4096]);
         let (daemon, _scene, _front_end) = serving(&disk);
         let generation = daemon.describe().unwrap().generation;
+        let (socket, endpoint) = blocking_socket();
+        daemon.inherited.put(7, Endpoint::take_over(endpoint.0, &mut { endpoint.1 }).unwrap());
+        daemon.inherited.keep();
         let (paused, _) = daemon.pause(generation).unwrap();
         let released = paused.commit().unwrap();
         assert_eq!(disk.take_calls(), [Call::WriteBack]);
         paused.release(7, UnixStream::pair().unwrap().0, released);
         assert_eq!(disk.take_calls(), [Call::ReleaseLock]);
         assert_eq!(daemon.ownership.wait_transferred(Duration::ZERO), Some(7));
+        drop(daemon);
+        assert!(!is_blocking(&socket), "the new process would hang in it");
+    }
+
+    /// A listening socket that blocks when no process has it, and its state for a takeover.
+    fn blocking_socket() -> (UnixListener, (EndpointState, PassedFds)) {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut fds = PassedFds::default();
+        let socket = fds.put("socket", listener.try_clone().unwrap()).unwrap();
+        (listener, (EndpointState::Inherited { socket, was_blocking: true }, fds))
+    }
+
+    fn is_blocking(socket: &UnixListener) -> bool {
+        let flags = rustix::fs::fcntl_getfl(socket).unwrap();
+        !flags.contains(rustix::fs::OFlags::NONBLOCK)
+    }
+
+    /// The parent may use its socket again after the last process.
+    #[test]
+    fn the_process_that_continues_restores_the_inherited_socket() {
+        for continues in [false, true] {
+            let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+            let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+            let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+            let (socket, (endpoint, mut fds)) = blocking_socket();
+            let spec = export("vm", Path::new("disk"));
+            let spec = ExportSpec { endpoint: EndpointSpec::Fd(7), ..spec };
+            let opening = vec![HandedOpening { spec, endpoint: Some(endpoint) }];
+            daemon.expect_opening(opening, &mut fds).unwrap();
+            if continues {
+                daemon.resume();
+            }
+            drop(daemon);
+            assert_eq!(is_blocking(&socket), continues);
+        }
+    }
+
+    /// The old process hands over the reservations of its own exports alone.
+    #[test]
+    fn an_export_that_is_added_after_a_takeover_loads_its_reservations() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        daemon.expect(Vec::new(), &mut PassedFds::default()).map(drop).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, broken] = ["disk", "broken"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 512]).unwrap();
+        std::fs::write(&broken, "text").unwrap();
+        let unit = serde_json::json!({
+            "lun": 0, "disk": { "file": disk }, "settings": { "reservations": broken },
+        });
+        let spec = serde_json::from_value(serde_json::json!({
+            "endpoint": { "path": folder.path().join("vm") }, "device": { "scsi": [unit] },
+        }));
+        let refused = daemon.handle(Command::Add(vec![spec.unwrap()])).unwrap_err();
+        assert!(refused.to_string().contains("persistent reservations"), "{refused}");
     }
 
     /// The export may end and be added again. A process of an earlier version hands over no other

@@ -204,3 +204,43 @@ fn report_lost(export: &str, text: &str) {
         tracing::warn!(export, "{text}");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args, FromArgMatches};
+    use serde_json::json;
+
+    use super::*;
+    use crate::daemon::saved_state::file::StateFile;
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+    use crate::spec::command::Removal;
+
+    /// The export ends when its disk has its size. A start before that must not serve it again.
+    #[test]
+    fn a_removal_that_misses_its_deadline_is_kept() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let export: ExportSpec = serde_json::from_value(json!({
+            "name": "vm", "endpoint": { "path": folder.path().join("vm") },
+            "device": { "blk": { "null": { "size-bytes": 512 } } },
+        }))
+        .unwrap();
+        let path = folder.path().join("state");
+        let (file, changes, _) = StateFile::open(&path).unwrap();
+        let (base, settings) = (vec![export.clone()], daemon.settings().unwrap());
+        let (state, _) = SavedState::begin(file, changes, base.clone(), settings.clone()).unwrap();
+        daemon.set_saved_state(state);
+        daemon.handle(Command::Add(base.clone())).unwrap();
+        let restored = || StateFile::take_over(&path).unwrap().1.merge(&base, &settings).exports;
+        assert_eq!(restored(), base);
+        let (_, resizing) = daemon.control.begin_resize("vm".to_owned(), None).unwrap();
+        let removal = Removal { deadline_ms: Some(1), ..Removal::new("vm") };
+        let missed = daemon.handle(Command::Remove(removal)).unwrap_err();
+        assert!(matches!(missed, CommandError::NotEnded(..)), "{missed:?}");
+        assert_eq!(restored(), []);
+        drop(resizing);
+    }
+}

@@ -109,10 +109,37 @@ mod tests {
     use std::time::Duration;
 
     use blockio::DiskOptions;
+    use blockio::testing::RemoteStub;
     use vhost_user::RunLock;
 
     use super::*;
     use crate::control::guest_turns::tests::host;
+
+    /// Another program may have enlarged the disk, and written to its end.
+    #[test]
+    fn no_size_cuts_off_data_without_permission() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let local = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let remote = RemoteStub::new(&[0; 4096]);
+        file.as_file().set_len(16384).unwrap();
+        remote.have_size(16384);
+        for disk in [local, remote.clone().source()] {
+            let resize = |size, shrink| {
+                let mut cut = None;
+                let wanted = NewSize { size_bytes: Some(size), shrink };
+                resize_disk(&disk, wanted, |size| cut = Some(size)).map(|size| (size, cut))
+            };
+            for size in [512, 8192, 15872] {
+                let refused = resize(size, false).unwrap_err().to_string();
+                assert!(refused.contains("it has 16384 bytes"), "{size}: {refused}");
+            }
+            assert_eq!(resize(16384, false).unwrap().0, 16384);
+            assert_eq!(resize(8192, true).unwrap(), (8192, Some(8192)));
+        }
+        assert_eq!(file.as_file().metadata().unwrap().len(), 8192);
+        assert_eq!(remote.size_bytes(), 8192);
+    }
 
     /// Another host would use the disk while this one changes its size.
     #[test]

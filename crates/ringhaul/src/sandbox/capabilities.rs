@@ -46,6 +46,21 @@ pub(super) fn keep(needed: CapabilitySet) -> Result<()> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_privileged_port_and_the_choice_of_the_user_need_more_capabilities() {
+        let of = |change: &dyn Fn(&mut Rules)| {
+            let mut rules = Rules::default();
+            change(&mut rules);
+            needed(&rules)
+        };
+        let always = CapabilitySet::DAC_OVERRIDE | CapabilitySet::IPC_LOCK;
+        assert_eq!(of(&|_| {}), always);
+        assert_eq!(of(&|rules| rules.listen(1024)), always);
+        assert_eq!(of(&|rules| rules.listen(1023)), always | CapabilitySet::NET_BIND_SERVICE);
+        let kept = of(&|rules| rules.keep(CapabilitySet::SYS_NICE));
+        assert_eq!(kept, always | CapabilitySet::SYS_NICE);
+    }
+
     /// A program that the daemon executes would have them.
     #[test]
     fn nothing_is_left_to_inherit() {

@@ -1,5 +1,6 @@
 //! Takeovers between two daemons of this process: everything is handed over, or nothing changes.
 
+mod commands;
 mod own_process;
 
 use std::collections::BTreeMap;

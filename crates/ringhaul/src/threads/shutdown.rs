@@ -202,6 +202,24 @@ mod tests {
         assert_eq!(wait_for_shutdown(&events, &control).unwrap(), Outcome::Clean);
     }
 
+    /// Service managers send SIGHUP together with SIGTERM, and exports that are being opened may
+    /// fail at that moment.
+    #[test]
+    fn an_end_is_clean_although_more_events_come() {
+        let control = Control::start(|| {}).unwrap();
+        let (sender, events) = mpsc::channel();
+        let failed = || Event::NotStarted(anyhow::anyhow!("it cannot be opened"));
+        for cause in [EndCause::Sigterm, EndCause::Sighup, EndCause::Predecessor] {
+            sender.send(Event::Requested(cause)).unwrap();
+            sender.send(failed()).unwrap();
+        }
+        sender.send(Event::Ended).unwrap();
+        assert_eq!(wait_for_shutdown(&events, &control).unwrap(), Outcome::Clean);
+        sender.send(failed()).unwrap();
+        let error = wait_for_shutdown(&events, &control).unwrap_err();
+        assert_eq!(error.to_string(), "it cannot be opened");
+    }
+
     /// Threads may fail one by one, for as long as the daemon runs.
     #[test]
     fn a_further_failure_of_a_thread_does_not_delay_the_end() {

@@ -219,6 +219,20 @@ mod tests {
         assert_eq!(watched.find(3, false, at(77)), Finding::Nothing);
     }
 
+    /// The whole process may have been stopped, by a debugger or with its machine.
+    #[test]
+    fn a_thread_is_not_stuck_because_checks_were_missing() {
+        let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let mut watch = ThreadWatch::new();
+        watch.add("iothread-0".into(), thread.remote());
+        let now = Instant::now();
+        watch.check(now);
+        watch.threads[0].is_woken = true;
+        watch.check(now + 1000 * CHECK_INTERVAL);
+        assert_eq!(watch.threads[0].reported_at, None);
+    }
+
     #[test]
     fn watchers_rest_until_an_io_thread_wakes() {
         let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
