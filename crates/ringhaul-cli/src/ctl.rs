@@ -19,11 +19,8 @@ use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 
 pub(crate) use args::{CtlArgs, CtlCommand};
-use connection::{Connection, Refusal, find_control_socket};
+use connection::{Connection, EXIT_REFUSED, Refusal, find_control_socket};
 use show::{Form, print};
-
-/// The daemon refused the command, or the command failed.
-const EXIT_REFUSED: u8 = 1;
 
 /// The removal was not finished by the deadline and continues.
 const EXIT_UNFINISHED: u8 = 3;

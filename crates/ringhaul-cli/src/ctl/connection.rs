@@ -25,6 +25,9 @@ pub(super) struct Connection {
     events: VecDeque<Value>,
 }
 
+/// The exit status after a refusal or a failure of a command.
+pub(super) const EXIT_REFUSED: u8 = 1;
+
 /// The error code of an answer about an export that does not exist.
 pub(super) const UNKNOWN: i64 = 2;
 

@@ -18,7 +18,7 @@ use ringhaul::spec::process::{SuccessorProgress, SuccessorStart};
 use ringhaul_options::redact::printable;
 use serde_json::{Value, json};
 
-use super::connection::{Connection, Refusal};
+use super::connection::{self, Connection, Refusal};
 use super::show::{self, Form, print};
 use link::Link;
 pub(super) use successor::Program;
@@ -79,7 +79,7 @@ pub(super) fn run(
         return Ok(ExitCode::from(match code {
             LATER => EXIT_LATER,
             REFUSED => EXIT_REFUSED,
-            _ => super::EXIT_REFUSED,
+            _ => connection::EXIT_REFUSED,
         }));
     }
 }
