@@ -62,9 +62,10 @@ impl PollBudget {
 
     pub(super) fn set_percent(&self, percent: u32) {
         self.percent.set(percent);
-        if percent >= PERCENT_MAX {
-            self.is_spent.set(false);
-        }
+        self.is_spent.set(false);
+        self.balance_ns.set(0);
+        // The present span never has enough ops, so the next one begins.
+        self.ops.set(u64::MAX);
     }
 
     /// Returns true if only frugal polling is allowed.
@@ -240,6 +241,17 @@ mod tests {
         assert!(taken < 1.15 * frugal, "{taken} s instead of {frugal} s");
     }
 
+    /// A thread with much work does not poll, and its ops may be larger ones.
+    #[test]
+    fn work_without_polling_spends_little_of_the_budget() {
+        let mut load = Load::new(10);
+        load.run([30, 20], 20_000);
+        load.run([50, 50], 200_000);
+        load.run([30, 20], 4_000);
+        let (_, polled) = load.run([30, 20], 20_000);
+        assert!(polled > 15.0, "{polled}%");
+    }
+
     /// A long wait is polled for in each op of a span.
     #[test]
     fn no_excess_of_a_span_is_forgiven() {
@@ -257,6 +269,11 @@ mod tests {
         load.run([1000, 1], 10_000);
         assert!(load.budget.is_spent());
         load.budget.set_percent(100);
-        assert!(!load.budget.is_spent());
+        assert_eq!(load.run([1000, 1], 100_000).1, 100.0);
+        // The time without a bound is forgotten.
+        load.budget.set_percent(15);
+        load.run([30, 20], 20_000);
+        let (_, polled) = load.run([30, 20], 20_000);
+        assert!(polled > 20.0, "{polled}%");
     }
 }

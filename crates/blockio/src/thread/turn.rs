@@ -340,8 +340,8 @@ impl Io {
         let awaited = self.awaited();
         if let Some(since) = since {
             is_busy = self.busy_poll(since, awaited, &self.reactor.borrow(), woken);
-            self.poll_window.review_budget(since, || self.stats.ops());
         }
+        self.poll_window.review_budget(self.state.clock.recently(), || self.stats.ops());
         if is_busy {
             self.poll_sources();
         } else {
