@@ -196,6 +196,7 @@ fn watch_calls(mut periodic: impl FnMut(Instant) -> bool) {
             registry.marks.iter().filter_map(Weak::upgrade).collect()
         };
         if marks.is_empty() || periodic(Instant::now()) {
+            drop(marks);
             std::thread::park();
             continue;
         }

@@ -37,6 +37,10 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// The interval while the daemon has no work, if the kernel does not announce all changes.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// The interval while the daemon has no work and the kernel announces changes. It may not announce
+/// those of loop devices and of Linux AIO in other processes.
+const ANNOUNCED_INTERVAL: Duration = Duration::from_secs(60);
+
 /// The interval between looks at the states of such disks while the daemon has no work.
 const IDLE_LOOK: Duration = Duration::from_secs(15);
 
@@ -67,6 +71,7 @@ impl DiskMonitor {
             checker: None,
             disks: BTreeMap::new(),
             look: None,
+            was_announced: false,
         };
         let ended = Arc::clone(&has_ended);
         let watch = move || {
@@ -121,6 +126,8 @@ struct Checks {
     disks: BTreeMap<Key, Known>,
     /// The last look at the exports.
     look: Option<Look>,
+    /// True if the kernel has announced a change, perhaps of content alone.
+    was_announced: bool,
 }
 
 /// The exports as the control thread has described them.
@@ -178,7 +185,9 @@ impl Checks {
 
     /// Waits until the next check of all disks.
     fn wait(&mut self, is_idle: bool) {
-        let Some(announced) = is_idle.then(|| self.begin_rest()).flatten() else {
+        // Announcements may come with each write of another process, so a pause follows each.
+        let may_rest = is_idle && !std::mem::take(&mut self.was_announced);
+        let Some(announced) = may_rest.then(|| self.begin_rest()).flatten() else {
             self.bell.wait(None, Some(INTERVAL));
             return;
         };
@@ -186,10 +195,11 @@ impl Checks {
         let is_current = |look: &Look| self.daemon.upgrade().is_some_and(|it| look.is_current(&it));
         let limit = match &self.look {
             Some(look) if !is_current(look) => Some(Duration::ZERO),
-            Some(look) if announced.is_complete && !look.has_remote => None,
+            Some(look) if announced.is_complete && !look.has_remote => Some(ANNOUNCED_INTERVAL),
             _ => Some(IDLE_INTERVAL),
         };
-        self.bell.wait(announced.changes.as_ref().map(AsFd::as_fd), limit);
+        let changes = announced.changes.as_ref().map(AsFd::as_fd);
+        self.was_announced = self.bell.wait(changes, limit);
     }
 
     /// Returns the means to wait for a change if there is no reason to check again in a second.
@@ -441,7 +451,8 @@ mod tests {
         let known = Known { state: DiskState::Lost, ..Known::default() };
         let disks = BTreeMap::from([(("gone".to_owned(), None), known)]);
         let (bell, known) = (Arc::clone(daemon.control.monitor()), Weak::new());
-        let mut checks = Checks { daemon: known, bell, checker: None, disks, look: None };
+        let mut checks =
+            Checks { daemon: known, bell, checker: None, disks, look: None, was_announced: false };
         let mut look = checks.look_at(&daemon).unwrap();
         assert!(checks.disks.is_empty());
         // The thread of exports may have woken for the look itself.

@@ -47,21 +47,23 @@ impl Bell {
         fence(Ordering::SeqCst);
     }
 
-    /// Waits until the bell rings, a second descriptor is readable, or the time has passed.
-    pub(crate) fn wait(&self, second: Option<BorrowedFd<'_>>, limit: Option<Duration>) {
+    /// Waits until the bell rings, a second descriptor is readable, or the time has passed. Returns
+    /// true if the second descriptor is readable.
+    pub(crate) fn wait(&self, second: Option<BorrowedFd<'_>>, limit: Option<Duration>) -> bool {
         let end = limit.map(|limit| Instant::now() + limit);
-        loop {
+        let second_is_readable = loop {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let own = PollFd::new(&self.eventfd, PollFlags::IN);
             let second = second.map(|second| PollFd::from_borrowed_fd(second, PollFlags::IN));
             let mut polled: Vec<PollFd<'_>> = [own].into_iter().chain(second).collect();
             if poll(&mut polled, left.as_ref()) != Err(Errno::INTR) {
-                break;
+                break polled.get(1).is_some_and(|second| !second.revents().is_empty());
             }
-        }
+        };
         self.awaits_work.store(false, Ordering::Relaxed);
         let _ = rustix::io::read(&self.eventfd, &mut [0; 8]);
+        second_is_readable
     }
 }
 
@@ -90,7 +92,8 @@ mod tests {
         assert!(!rings(), "the wait is over");
         let (second, written) = (Bell::new().unwrap(), Bell::new().unwrap());
         written.ring();
-        second.wait(Some(written.eventfd.as_fd()), None);
-        second.wait(None, Some(Duration::ZERO));
+        assert!(second.wait(Some(written.eventfd.as_fd()), None));
+        written.wait(None, None);
+        assert!(!second.wait(Some(written.eventfd.as_fd()), Some(Duration::ZERO)));
     }
 }

@@ -140,12 +140,17 @@ impl SizeProbe {
         match &self.0 {
             Probe::Device(_) | Probe::Other { below: None, .. } => false,
             Probe::Other { below: Some(below), .. } => below.watch(changes),
-            Probe::File { path, .. } => {
+            Probe::File { path, device, inode, .. } => {
                 let is_local = statfs(path).is_ok_and(|it| {
                     u32::try_from(it.f_type).is_ok_and(|kind| LOCAL_FILE_SYSTEMS.contains(&kind))
                 });
                 let flags = inotify::WatchFlags::MODIFY;
-                is_local && inotify::add_watch(changes, path, flags).is_ok()
+                // Another file may have the name now.
+                let is_the_file = || {
+                    std::fs::metadata(path)
+                        .is_ok_and(|data| (data.dev(), data.ino()) == (*device, *inode))
+                };
+                is_local && inotify::add_watch(changes, path, flags).is_ok() && is_the_file()
             }
         }
     }
@@ -251,6 +256,9 @@ mod tests {
             assert!(is_announced(&changes), "{probe:?}");
         }
         assert_eq!(half.size_bytes().unwrap(), Some(512));
+        std::fs::rename(&path, folder.path().join("other")).unwrap();
+        std::fs::write(&path, [0; 512]).unwrap();
+        assert!(!file.watch(&SizeChanges::new().unwrap()), "another file has the name");
         let changes = SizeChanges::new().unwrap();
         let opened = std::fs::File::open("/proc/self/status").unwrap();
         let other = SizeProbe::new(
