@@ -268,6 +268,8 @@ fn check_clean_exit(server: &mut Server) -> Result<()> {
     let status = server.terminate(STOP_LIMIT)?;
     let messages = server.messages();
     assert_eq!(status.code(), Some(0), "after SIGTERM: {status}\n{messages}");
+    // A front-end that connects again hides it from the guest.
+    assert!(!messages.contains("disconnected the front-end"), "{messages}");
     let socket = &server.export().socket;
     assert!(!socket.exists(), "{} is still there", socket.display());
     Ok(())
