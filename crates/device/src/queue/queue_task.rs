@@ -367,6 +367,7 @@ mod tests {
         assert_eq!(handle.view().requests(), 0, "none of them is a request");
         assert_eq!(scene.driver.take_used(), None);
         assert_eq!(scene.wait(&handle.begin_final_stop()), 40);
+        assert_eq!(scene.stats.called_answers.get(), 40, "one call announces all of them");
         for head in heads {
             assert_eq!(scene.driver.take_used(), Some(Used { head, bytes: 0 }));
         }
