@@ -450,7 +450,7 @@ impl fmt::Display for Store {
 
 #[cfg(test)]
 mod tests {
-    use blockio::testing::RemoteStub;
+    use blockio::testing::{Event, RemoteStub};
     use blockio::{IoThread, IoThreadConfig};
 
     use super::*;
@@ -510,6 +510,68 @@ mod tests {
             assert!(order.take_ahead(&(2048..2560)));
         }
         detach();
+    }
+
+    /// Pointers to new clusters wait for a flush after each of these writes.
+    #[test]
+    fn a_pointer_waits_for_data_zeroes_and_counts_before_it() {
+        type Write = fn(&IoThread, &Store) -> io::Result<()>;
+        let writes: [(&str, Write); 3] = [
+            ("data", |thread, store| thread.block_on(store.write_now(&[1; 512], 4096)).unwrap()),
+            ("zeroes", |thread, store| thread.block_on(store.zero_at(4096, 512, true)).unwrap()),
+            ("counts", |thread, store| {
+                let counts = [1u16; 256].map(u16::to_be_bytes).concat();
+                thread.block_on(store.write_counts(&counts, 512)).unwrap()
+            }),
+        ];
+        for (name, write) in writes {
+            let (thread, end, store, _) = scene();
+            let order = &store.order;
+            let mut front = [0; FRONT_BYTES];
+            (front[7], front[23], front[99]) = (3, 9, 4);
+            // The table of blocks, with a block at 512, and an empty L1.
+            front[40..48].copy_from_slice(&2048u64.to_be_bytes());
+            front[48..56].copy_from_slice(&1024u64.to_be_bytes());
+            front[59] = 1;
+            order.begin(&front, &[], &512u64.to_be_bytes()).unwrap();
+            assert!(!order.needs_flush());
+            write(&thread, &store).unwrap();
+            assert!(order.needs_flush() && end.events() == 1, "{name}");
+            thread.block_on(store.sync()).unwrap().unwrap();
+            assert!(!order.needs_flush(), "{name}");
+            detach();
+        }
+    }
+
+    /// Old places of the tables may get other data once the header is stable.
+    #[test]
+    fn a_header_that_moves_tables_is_written_between_two_flushes() {
+        let (thread, end, store, _) = scene();
+        // The header names no tables, which is an error after its write.
+        let _ = thread.block_on(store.write_header(&[1; 512], 0)).unwrap();
+        let journal = end.journal();
+        let is_right = matches!(&journal[..], [Event::Flush, Event::Write(0, _), Event::Flush]);
+        assert!(is_right, "{} events", journal.len());
+        detach();
+    }
+
+    /// Nobody knows if the clusters are used.
+    #[test]
+    fn an_image_stays_marked_after_an_error_of_data_or_zeroes() {
+        type Write = fn(&IoThread, &Store) -> io::Result<()>;
+        let writes: [Write; 2] = [
+            |thread, store| thread.block_on(store.write_data(&[1; 512], 1024)).unwrap(),
+            |thread, store| thread.block_on(store.zero_at(1024, 512, true)).unwrap(),
+        ];
+        for (index, write) in writes.into_iter().enumerate() {
+            let (thread, end, store, _) = scene();
+            write(&thread, &store).unwrap();
+            assert!(!store.order.mark.must_stay_set(), "{index}");
+            end.have_some_fail(1);
+            write(&thread, &store).unwrap_err();
+            assert!(store.order.mark.must_stay_set(), "{index}");
+            detach();
+        }
     }
 
     /// Their counts and their zeroes may be lost, and no later flush says so.
