@@ -424,8 +424,9 @@ mod tests {
         let lines = text_of(&kept);
         let lines: Vec<serde_json::Value> =
             lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let exports: Vec<_> = lines.iter().map(|line| line.get("export")).collect();
-        let expected = [Some(&"vm\"1".into()), Some(&"other".into()), None, None];
+        let export = |line: &serde_json::Value| line.get("export").map(ToString::to_string);
+        let exports: Vec<_> = lines.iter().map(export).collect();
+        let expected = [Some(r#""vm\"1""#.into()), Some("\"other\"".into()), None, None];
         assert_eq!(exports, expected, "{lines:#?}");
     }
 

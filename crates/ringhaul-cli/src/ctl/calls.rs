@@ -347,6 +347,18 @@ mod tests {
         }
     }
 
+    /// The daemon works in another folder.
+    #[test]
+    fn the_paths_of_a_unit_are_of_the_folder_of_the_command() {
+        let words = "add-lun vm lun=1,blk-file=b.img,reservations=keys";
+        let calls = calls(words).unwrap();
+        let [(_, params)] = &calls[..] else { panic!("{calls:?}") };
+        let unit: UnitSpec = serde_json::from_value(params["unit"].clone()).unwrap();
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(unit.disk, DiskSpec::File(here.join("b.img")));
+        assert_eq!(unit.settings.reservations, Some(here.join("keys")));
+    }
+
     #[test]
     fn a_grown_disk_is_found_among_the_disks() {
         let blk = json!({ "disks": [{ "size-bytes": 512 }] });

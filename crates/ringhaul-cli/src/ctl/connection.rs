@@ -252,6 +252,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_event_that_comes_before_an_answer_is_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let daemon = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+            let event = |number| json!({ "method": "event", "params": { "number": number } });
+            for line in [event(1), event(2), json!({ "result": {} }), event(3)] {
+                writeln!(&stream, "{line}").unwrap();
+            }
+        });
+        let mut connection = Connection::new(&path).unwrap();
+        assert!(connection.call("subscribe", &json!({})).unwrap().is_ok());
+        for number in 1..4 {
+            assert_eq!(connection.event().unwrap()["number"], number);
+        }
+        daemon.join().unwrap();
+    }
+
+    #[test]
     fn control_sockets_are_found_at_their_usual_places() {
         let run = tempfile::tempdir().unwrap();
         let path = |name: &str| run.path().join(name).join("control");

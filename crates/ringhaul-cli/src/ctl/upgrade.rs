@@ -251,6 +251,48 @@ mod tests {
         assert_eq!(asked[1]["params"], json!({ "binary": "/bin/it" }));
     }
 
+    /// Scripts decide by the status whether to try again, as this command does by itself.
+    #[test]
+    fn only_a_refusal_for_the_moment_is_tried_again() {
+        for (codes, status) in [
+            (&[LATER, LATER, REFUSED][..], EXIT_REFUSED),
+            (&[REFUSED], EXIT_REFUSED),
+            (&[7], crate::ctl::EXIT_REFUSED),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("control");
+            let listener = UnixListener::bind(&path).unwrap();
+            std::thread::scope(|scope| {
+                let daemon = scope.spawn(move || {
+                    for code in codes {
+                        let (stream, _) = listener.accept().unwrap();
+                        BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+                        let error = json!({ "code": code, "message": "why" });
+                        writeln!(&stream, "{}", json!({ "error": error })).unwrap();
+                    }
+                });
+                let program = Program { path: "/bin/it".into(), in_unit: false };
+                let retry = Duration::from_secs(60);
+                let exit = run((&program, None), retry, &path, Form::Lines).unwrap();
+                assert_eq!(format!("{exit:?}"), format!("{:?}", ExitCode::from(status)));
+                daemon.join().unwrap();
+            });
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = UnixListener::bind(&path).unwrap();
+        let daemon = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+            let error = json!({ "code": LATER, "message": "why" });
+            writeln!(&stream, "{}", json!({ "error": error })).unwrap();
+        });
+        let program = Program { path: "/bin/it".into(), in_unit: false };
+        let exit = run((&program, None), Duration::ZERO, &path, Form::Lines).unwrap();
+        assert_eq!(format!("{exit:?}"), format!("{:?}", ExitCode::from(EXIT_LATER)));
+        daemon.join().unwrap();
+    }
+
     /// A daemon that hangs up may have been replaced, restarted, or be in trouble.
     #[test]
     fn a_lost_connection_is_a_success_only_if_the_process_serves() {

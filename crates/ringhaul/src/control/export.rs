@@ -502,6 +502,7 @@ pub(super) mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
+    use blockio::testing::{Call, RemoteStub};
     use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig};
     use device::blk::config::BlkOptions;
     use device::scsi::config::ScsiOptions;
@@ -864,6 +865,20 @@ pub(super) mod tests {
         assert!(export.add_unit(unit, disk, Instant::now()).is_none());
         let all = LimitSpec { bps_total: Some(1 << 20), ..limits(9) };
         assert_eq!(export.rules(0).limits, all);
+    }
+
+    /// Requests may wait for a server that does not come back.
+    #[test]
+    fn a_removal_by_force_gives_up_on_the_servers_of_disks() {
+        let disk = RemoteStub::new(&[0; 4096]);
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut export = Scene::on(disk.clone().source(), Endpoint::Connection(ours)).export();
+        run(&mut export);
+        export.begin_stop();
+        assert_eq!(disk.take_calls(), []);
+        export.disconnect();
+        assert_eq!(disk.take_calls(), [Call::Abandon]);
+        assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the front-end stays connected");
     }
 
     /// Otherwise its watch reports the size again and again.

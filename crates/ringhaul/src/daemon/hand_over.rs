@@ -440,12 +440,12 @@ mod tests {
 
     use super::super::adding::tests::export;
     use super::*;
-    use crate::control::Scene;
+    use crate::control::{Control, Scene};
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::Command;
     use crate::spec::qos::{LimitSpec, QosChange, QosSpec};
-    use crate::testing::wait_until;
+    use crate::testing::{spawn_asleep, wait_until};
 
     /// The new process opens its disk with them, and does not know of the change.
     #[test]
@@ -464,7 +464,7 @@ mod tests {
         let rules = QosSpec { limits: limits(9), ..QosSpec::default() };
         let change = QosChange { limits: Some(limits(9)), ..QosChange::default() };
         daemon.groups.apply_change(&served, &rules, &change).unwrap();
-        let (now, minute) = (Instant::now(), Duration::from_mins(1));
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
         for (asked, iops_total) in [(now.checked_sub(minute).unwrap(), 9), (now + minute, 5)] {
             let opening = vec![(spec.clone(), asked)];
             let handed = daemon.hand_over_opening(opening, &mut PassedFds::default()).unwrap();
@@ -528,6 +528,38 @@ mod tests {
         wait_until(|| daemon.describe().is_ok());
         let generation = daemon.describe().unwrap().generation;
         daemon.pause(generation).map(drop).unwrap();
+    }
+
+    /// Service managers send SIGHUP together with SIGTERM.
+    #[test]
+    fn a_hang_up_after_a_request_to_end_abandons_no_export() {
+        use crate::spec::command::EndCause::{Sighup, Sigint, Sigterm};
+        use crate::threads::shutdown::{Outcome, wait_for_shutdown};
+        for (second, outcome) in [(Sighup, Outcome::Clean), (Sigint, Outcome::Abandoned)] {
+            let (sender, events) = mpsc::channel();
+            let ended = sender.clone();
+            let control = Control::start(move || drop(ended.send(Event::Ended))).unwrap();
+            let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+            let (ours, _theirs) = UnixStream::pair().unwrap();
+            let mut scene = Scene::on(disk, Endpoint::Connection(ours));
+            control.serve(vec![scene.setup.take().unwrap()]).unwrap();
+            // The export ends after its disk has another size.
+            let name = control.show().unwrap()[0].name();
+            let (_, resizing) = control.begin_resize(name, None).unwrap();
+            for cause in [Sigterm, second] {
+                sender.send(Event::Requested(cause)).unwrap();
+            }
+            std::thread::scope(|scope| {
+                let control = &control;
+                let end = move || wait_for_shutdown(&events, control).unwrap();
+                let ends = spawn_asleep(scope, end);
+                if second == Sigint {
+                    wait_until(|| ends.is_finished());
+                }
+                drop(resizing);
+                assert_eq!(ends.join().unwrap(), outcome);
+            });
+        }
     }
 
     /// The new process waits for the lock of a cluster, and so do its guests.

@@ -138,6 +138,25 @@ mod tests {
         assert!(matches!(load(&state), Err(CommandError::NotNow(_))), "the guest runs");
     }
 
+    #[test]
+    fn a_new_unit_joins_its_group_of_limits() {
+        let scene = Scene::new();
+        let limits = json!({ "group": "g", "iops-total": 7 });
+        let unit = json!({
+            "lun": 1, "disk": { "file": scene.path("second") }, "settings": { "limits": limits },
+        });
+        let unit = serde_json::from_value(unit).unwrap();
+        scene.handle(Command::AddUnit("vm".to_owned(), Box::new(unit))).unwrap();
+        let group = |daemon: &Daemon| {
+            let mut of_group = serde_json::from_value(json!({ "group": "g" })).unwrap();
+            daemon.groups.fill(&mut of_group);
+            serde_json::to_value(of_group).unwrap()
+        };
+        assert_eq!(group(&scene.daemon), limits);
+        scene.handle(Command::RemoveUnit("vm".to_owned(), SECOND)).unwrap();
+        assert_eq!(group(&scene.daemon), json!({ "group": "g" }), "its last disk has gone");
+    }
+
     /// Other programs may use the disk of a unit that is not there.
     #[test]
     fn the_disk_of_a_unit_that_is_not_added_or_removed_is_free() {

@@ -714,6 +714,24 @@ mod tests {
     }
 
     #[test]
+    fn a_unit_that_cannot_be_added_keeps_no_later_one_away() {
+        let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
+        let file = "{ file = \"FOLDER/none\" }";
+        scene.reload(&scsi(&(unit(0, NULL) + &unit(1, file) + &unit(2, NULL))));
+        assert_eq!(scene.luns(), [0, 2]);
+    }
+
+    /// A control command may be faster than the reload.
+    #[test]
+    fn an_export_that_has_gone_is_removed_from_the_record() {
+        let scene = Scene::new(&blk("a"), |config| config.exports.clone());
+        scene.daemon.handle(Command::Remove(Removal::new("a"))).unwrap();
+        let (socket, record) = (in_folder("FOLDER/a", &scene.folder), &scene.reloader.record);
+        Change::Remove.carry_out(socket, &Arc::downgrade(&scene.daemon), record);
+        assert!(record.lock().served.is_empty());
+    }
+
+    #[test]
     fn a_unit_of_a_command_stays_when_a_change_fails_in_part() {
         let mut scene = Scene::new(&scsi(&unit(0, NULL)), |config| config.exports.clone());
         scene.add_unit(r#"{"lun": 7, "disk": {"null": {"size-bytes": 512}}}"#);

@@ -354,7 +354,7 @@ mod tests {
         let spec = |words| spec(words).unwrap();
         let rules = |words| QosSpec { limits: spec(words), ..QosSpec::default() };
         let (served, late) = (disk(), disk());
-        let (soon, later) = (Instant::now(), Instant::now() + std::time::Duration::from_mins(1));
+        let (soon, later) = (Instant::now(), Instant::now() + std::time::Duration::from_secs(60));
         groups.join(&served, &rules("group=a iops-total=7")).unwrap();
         groups.join(&late, &rules("group=a iops-total=5")).unwrap();
         let now = || served.group().unwrap().limits().requests.total.unwrap().per_second;

@@ -310,6 +310,7 @@ mod tests {
 
     use super::*;
     use crate::options::ServeArgs;
+    use crate::socket::EndpointState;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::Reply;
     use crate::threads::ownership::Ownership;
@@ -422,6 +423,27 @@ mod tests {
             assert_eq!(now.poll_budget == 3, late.poll_budget.is_some());
             assert_eq!(daemon.changes(), late, "a further process hears of them");
         }
+    }
+
+    /// An export for it may be added later.
+    #[test]
+    fn a_passed_socket_without_an_export_is_taken_over() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut old = predecessor(ours, &SettingsChange::default());
+        let listener = UnixListener::bind(folder.path().join("later")).unwrap();
+        let socket = old.fds.put("socket", listener).unwrap();
+        let socket = EndpointState::Inherited { socket, was_blocking: false };
+        old.sockets = vec![HandedSocket { name: "later".to_owned(), socket }];
+        std::thread::scope(|scope| {
+            scope.spawn(|| stop_and_leave(&theirs, &SettingsChange::default()));
+            old.take(&daemon, || Ok(())).map(drop).unwrap();
+        });
+        let handed = daemon.hand_over_sockets(&mut PassedFds::default()).unwrap();
+        assert_eq!(handed.iter().map(|socket| &*socket.name).collect::<Vec<_>>(), ["later"]);
     }
 
     /// A process that hangs must not delay the start for ever.

@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn debts_go_on_where_the_limits_are_the_same() {
         let start = Instant::now();
-        let later = start + Duration::from_hours(1);
+        let later = start + Duration::from_secs(3600);
         let bytes = Rates { read: Some(rate(1000)), ..Rates::default() };
         let limits = Limits { bytes, ..of_requests(burst(10, 20, 5)) };
         let before = Buckets::new(&limits, start);
@@ -284,7 +284,7 @@ mod tests {
         assert_eq!(after.debts(later), debts);
         let next = |buckets: &Buckets| buckets.take(Read, 1, later) - later;
         assert_eq!(next(&after), next(&before));
-        assert_eq!(before.debts(later + Duration::from_mins(1)), [0; 3]);
+        assert_eq!(before.debts(later + Duration::from_secs(60)), [0; 3]);
         let other = Buckets::new(&of_requests(rate(10)), later);
         other.set_debts(&debts, later);
         assert_eq!(other.debts(later), [0]);

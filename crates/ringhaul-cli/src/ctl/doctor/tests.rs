@@ -217,6 +217,12 @@ fn front_ends_that_do_not_connect_again_are_found() {
             &["firecracker never"],
         ),
         (
+            |facts| facts.exports[0].command_line = vec!["/usr/bin/alioth".into()],
+            Warning,
+            "no-reconnect",
+            &["alioth never"],
+        ),
+        (
             |facts| facts.exports[0].command_line[2] = "virtio_uml.device=/run/vm1.sock:2".into(),
             Warning,
             "no-reconnect",

@@ -271,6 +271,25 @@ mod tests {
     }
 
     #[test]
+    fn exports_of_one_figure_have_the_order_of_their_names() {
+        let mut exports = ["c", "a", "b"].map(|name| export(name, 1.0, 1.0));
+        sort(&mut exports, SortKey::Depth);
+        assert_eq!(exports.map(|export| export.name), ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn a_histogram_has_a_bar_from_the_first_to_the_last_request() {
+        let mut buckets = vec![0; LATENCY_BOUNDS + 1];
+        (buckets[2], buckets[4]) = (30, 10);
+        let bars = histogram(&buckets, WIDE);
+        let counts: Vec<&str> = bars.lines().map(|line| line[12..22].trim()).collect();
+        assert_eq!(counts, ["30", "0", "10"], "{bars}");
+        buckets[LATENCY_BOUNDS] = 1;
+        let bars = histogram(&buckets, WIDE);
+        assert!(bars.lines().last().unwrap().trim_start().starts_with("more"), "{bars}");
+    }
+
+    #[test]
     fn a_line_is_never_wider_than_the_terminal() {
         let long = export(&"x".repeat(70), 123_456.0, 9_999_999.0);
         let figures = Figures { exports: vec![long.clone()], ..figures() };

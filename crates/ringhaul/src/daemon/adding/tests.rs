@@ -203,6 +203,37 @@ fn an_export_that_is_removed_in_its_last_step_is_served_and_ends() {
     scene.end();
 }
 
+/// The error of its disk would hide that.
+#[test]
+fn an_export_that_is_removed_while_it_is_added_was_cancelled() {
+    let scene = Scene::new();
+    for is_removed in [false, true] {
+        let export = scene.export("vm1", &scene.disk("disk"));
+        let opening = scene.daemon.begin_exports(vec![export.clone()], false).unwrap().remove(0);
+        let (name, failed) = (export.name(), CommandError::DiskBusy("why".to_owned()));
+        if is_removed {
+            let removal = Removal { deadline_ms: Some(1), ..Removal::new(&name) };
+            scene.daemon.handle(Command::Remove(removal)).unwrap_err();
+        }
+        let error = scene.daemon.handle_failure(opening.fail(failed), &OnFailure::FailAll);
+        match error.unwrap_err() {
+            CommandError::Cancelled(cancelled) => assert!(is_removed && cancelled == name),
+            error => assert!(!is_removed && matches!(error, CommandError::DiskBusy(_))),
+        }
+    }
+    scene.end();
+}
+
+/// The user mends the first disk first.
+#[test]
+fn errors_have_the_order_of_the_disks() {
+    let scene = Scene::new();
+    let missing = |name: &str| scene.export(name, &scene.folder.path().join(name));
+    let exports = ["a", "b", "c", "d"].map(missing).to_vec();
+    let error = scene.daemon.handle(Command::Add(exports)).unwrap_err().to_string();
+    assert!(error.contains("/a"), "{error}");
+}
+
 #[test]
 fn a_socket_that_cannot_be_made_keeps_no_other_export_from_being_served() {
     let scene = Scene::new();
