@@ -350,7 +350,7 @@ mod tests {
     /// The daemon works in another folder.
     #[test]
     fn the_paths_of_a_unit_are_of_the_folder_of_the_command() {
-        let words = "add-lun vm lun=1,blk-file=b.img,reservations=keys";
+        let words = "add-lun vm 1,blk-file=b.img,reservations=keys";
         let calls = calls(words).unwrap();
         let [(_, params)] = &calls[..] else { panic!("{calls:?}") };
         let unit: UnitSpec = serde_json::from_value(params["unit"].clone()).unwrap();
