@@ -206,6 +206,9 @@ pub struct IoThreadConfig {
     /// with [`Wait::ForEvent`](crate::Wait::ForEvent). Engine `io_uring` then does without deferred
     /// completions: they make a sleep in the ring cheaper, but not the descriptor readable.
     pub embedded: bool,
+    /// True if the loop wakes each second while ops are in the kernel, to report disks that do not
+    /// answer. Otherwise another thread has to [watch](crate::stats::Stats::is_idle) it.
+    pub watches_itself: bool,
     /// Bounds on the bytes of ops.
     pub bytes: ByteLimits,
     /// Memory for data that devices cannot take as it is.
@@ -237,6 +240,7 @@ impl Default for IoThreadConfig {
             poll_budget_percent: Self::POLL_BUDGET_PERCENT.into(),
             slice: Duration::ZERO,
             embedded: false,
+            watches_itself: false,
             bytes: ByteLimits::default(),
             bounce: BounceConfig::default(),
             pacing: PacingConfig::default(),

@@ -244,6 +244,42 @@ fn an_embedded_loop_states_the_time_to_check_for_late_ops() {
     assert_eq!(thread.deadline(), None, "there is nothing left to look for");
 }
 
+/// The thread of an image has no watcher.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_loop_that_watches_itself_wakes_to_check_for_late_ops() {
+    const CHECKS: u64 = 5;
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let loops = std::thread::spawn(move || {
+        let engine = EngineKind::IoUring.into();
+        let config = IoThreadConfig { engine, watches_itself: true, ..Default::default() };
+        let thread = IoThread::new(&config).unwrap();
+        let io = Rc::clone(thread.io());
+        let file = io.attach_file(&Arc::new(reader.into()), EngineKind::IoUring);
+        thread.io().spawn(async move {
+            let op = io.op(OpKind::Read, &file, 0, Buffers::aligned(512, 512));
+            assert_eq!(op.await.result.unwrap(), 1);
+            io.stop();
+        });
+        sender.send(thread.remote()).unwrap();
+        thread.run().unwrap();
+    });
+    let remote = receiver.recv().unwrap();
+    let mut turns = 0;
+    for _ in 0..600 {
+        turns = remote.stats().turns.get();
+        if turns > CHECKS {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(remote.stats().is_idle.get(), 0);
+    rustix::io::write(&writer, &[1]).unwrap();
+    loops.join().unwrap();
+    assert!(turns > CHECKS, "it slept on after {turns} turns");
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn timers_come_in_order_and_not_early() {

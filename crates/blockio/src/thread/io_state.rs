@@ -63,6 +63,7 @@ pub(crate) struct Settings {
     /// The most bytes of an op.
     pub(crate) op_bytes_max: usize,
     pub(crate) harvest_on_submit: bool,
+    pub(crate) watches_itself: bool,
 }
 
 /// The state of the loop.
@@ -187,6 +188,7 @@ impl Io {
                 submit_max: config.submit_max.max(1) as usize,
                 op_bytes_max: config.bytes.op,
                 harvest_on_submit: config.harvest_on_submit,
+                watches_itself: config.watches_itself,
             },
             state: LoopState {
                 harvest_is_due: Cell::new(false),

@@ -392,7 +392,8 @@ impl Io {
         let deadline = earlier(self.reactor.borrow().next_timer(), ops.engine.retry_at());
         let is_idle = ops.engine.in_kernel() + ops.engine.queued() == 0 && self.stalled.is_empty();
         if !is_idle {
-            return self.wait_in_kernel(&mut ops, deadline, clock::now());
+            let check = self.settings.watches_itself.then(|| self.stalled.due());
+            return self.wait_in_kernel(&mut ops, earlier(deadline, check), clock::now());
         }
         self.stats.is_idle.set(1);
         let result = self.wait_in_kernel(&mut ops, deadline, clock::now());

@@ -63,7 +63,13 @@ fn run_owner(core: Arc<Core>, answer: oneshot::Sender<Result<Remote, Error>>) {
     let with = |engine: EngineKind| {
         // Jobs come with requests, and busy-polling for them takes the CPU from the IoThread.
         let (engine, poll_max) = (engine.into(), Duration::ZERO);
-        IoThread::new(&IoThreadConfig { engine, depth: DEPTH, poll_max, ..Default::default() })
+        IoThread::new(&IoThreadConfig {
+            engine,
+            depth: DEPTH,
+            poll_max,
+            watches_itself: true,
+            ..Default::default()
+        })
     };
     let thread = match with(EngineKind::IoUring).or_else(|_| with(EngineKind::Threads)) {
         Ok(thread) => thread,
