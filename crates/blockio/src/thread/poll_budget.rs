@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 /// The least time of a span: reading the thread's CPU time is a system call.
 const SPAN_MIN: Duration = Duration::from_millis(2);
 
-/// The fewest ops of a span that count.
+/// The fewest ops of a span that is not long.
 const SPAN_OPS: u64 = 32;
 
-/// A span with few ops begins anew after this time: its CPU time is not that of its ops.
+/// A long span ends with any op. Without one it does not count.
 const SPAN_MAX: Duration = Duration::from_millis(200);
 
 /// One of this many spans has frugal polling, to measure the CPU time of its ops.
@@ -22,7 +22,7 @@ const BALANCE_MAX: i64 = 4_000_000;
 /// The unit of a sum of ops is this fraction of an op: the sum is halved many times.
 const FRACTION: i64 = 1024;
 
-/// The most percent. There is no bound with that many.
+/// The percentage that sets no bound.
 const PERCENT_MAX: u32 = 100;
 
 /// Keeps the CPU time of an op within a percentage of the CPU time that it takes with frugal
@@ -85,16 +85,15 @@ impl PollBudget {
     #[cold]
     pub(super) fn review(&self, now: Instant, ops: u64, cpu: impl FnOnce() -> Duration) {
         let done = ops.saturating_sub(self.ops.get());
-        let is_idle = now.saturating_duration_since(self.due.get()) > SPAN_MAX;
-        if done < SPAN_OPS && !is_idle {
+        let is_long = now.saturating_duration_since(self.due.get()) > SPAN_MAX;
+        if done < SPAN_OPS && !is_long {
             return;
         }
         self.due.set(now + SPAN_MIN);
         self.ops.set(ops);
         let cpu = cpu();
         let taken = nanoseconds(cpu.saturating_sub(self.cpu.replace(cpu)));
-        if done < SPAN_OPS {
-            // So few ops take little CPU time in any case.
+        if done == 0 {
             self.is_spent.set(false);
             return;
         }
@@ -145,12 +144,16 @@ mod tests {
         /// Runs ops of 50 microseconds each. Returns the mean CPU time in microseconds, and the
         /// percentage of ops with polling for latency.
         fn run(&mut self, micros: [u64; 2], ops: u64) -> (f64, f64) {
+            self.run_each(Duration::from_micros(50), micros, ops)
+        }
+
+        fn run_each(&mut self, time: Duration, micros: [u64; 2], ops: u64) -> (f64, f64) {
             let (mut polled, before) = (0, self.cpu);
             for _ in 0..ops {
                 let is_spent = self.budget.is_spent();
                 polled += u64::from(!is_spent);
                 self.cpu += Duration::from_micros(micros[usize::from(is_spent)]);
-                self.now += Duration::from_micros(50);
+                self.now += time;
                 self.ops += 1;
                 self.review();
             }
@@ -207,18 +210,18 @@ mod tests {
         let frugal = load.budget.frugal.get();
         for _ in 0..100 {
             load.budget.is_spent.set(true);
-            load.ops += SPAN_OPS - 1;
             load.cpu += Duration::from_millis(50);
             load.now += SPAN_MIN + SPAN_MAX + Duration::from_millis(1);
             let balance = load.budget.balance_ns.get();
             load.review();
             assert_eq!(load.budget.balance_ns.get(), balance);
-            assert!(!load.budget.is_spent(), "few ops may be polled for");
+            assert!(!load.budget.is_spent(), "the next op may be polled for");
         }
         assert_eq!(load.budget.frugal.get(), frugal);
         // A span with few ops goes on while it is not too long.
         let due = load.budget.due.get();
         load.now = due + SPAN_MAX;
+        load.ops += SPAN_OPS - 1;
         load.budget.review(load.now, load.ops, || unreachable!("a system call for each wait"));
         assert_eq!(load.budget.due.get(), due);
     }
@@ -258,6 +261,16 @@ mod tests {
         let mut load = Load::new(10);
         load.run([10_000, 20], 10_000);
         let (cpu, _) = load.run([10_000, 20], 100_000);
+        assert!(cpu < 25.0, "{cpu} us");
+    }
+
+    /// Long polling for few ops would take a whole CPU.
+    #[test]
+    fn a_slow_load_has_a_budget_too() {
+        let mut load = Load::new(10);
+        let slow = Duration::from_millis(20);
+        load.run_each(slow, [10_000, 20], 100_000);
+        let (cpu, _) = load.run_each(slow, [10_000, 20], 100_000);
         assert!(cpu < 25.0, "{cpu} us");
     }
 
