@@ -2,7 +2,8 @@
 //! of one kind of request, and [`QueueStats`] has the counters of the whole queue.
 //!
 //! A new counter is a field of one of the two, written where its event happens in `queue.rs` or
-//! `queue/`. Users see it once the daemon's `spec/stats.rs` has it too.
+//! `queue/`. Users see it once the daemon's `spec/stats.rs` and `monitoring/exposition.rs` have it,
+//! and it survives an upgrade by `spec/earlier_counters.rs`.
 //!
 //! The IoThread of a queue writes them with plain loads and stores. Any thread may read them at any
 //! time, and sees values that are slightly old at most.

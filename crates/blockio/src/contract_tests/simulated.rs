@@ -107,7 +107,7 @@ impl World for Kernel {
     }
 }
 
-fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
+fn simulated_file(file: &tempfile::NamedTempFile, is_block_device: bool) -> DiskSource {
     let info = DiskInfo {
         size_bytes: BYTES as u64,
         logical_block_bytes: 512,
@@ -116,7 +116,7 @@ fn simulated_file(file: &tempfile::NamedTempFile) -> DiskSource {
         direct: true,
     };
     let descriptor = OwnedFd::from(file.reopen().unwrap());
-    DiskSource::simulated(descriptor, info, false, 512, 512)
+    DiskSource::simulated(descriptor, info, is_block_device, 512, 512)
 }
 
 fn scene(engine: EngineKind, seed: u64) -> Scene {
@@ -129,7 +129,7 @@ fn scene(engine: EngineKind, seed: u64) -> Scene {
     let installed = install(Rc::<Kernel>::clone(&kernel));
     let file = tempfile::NamedTempFile::new().unwrap();
     let thread = thread(engine);
-    let disk = simulated_file(&file).attach(thread.io());
+    let disk = simulated_file(&file, false).attach(thread.io());
     let complete: CompleteForeign =
         Rc::new(move |completer| kernel.foreign.borrow_mut().push(completer));
     let disk = Rc::new(disk);

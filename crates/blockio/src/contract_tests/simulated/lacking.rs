@@ -77,16 +77,7 @@ fn with_answers(
     let config = IoThreadConfig { engine, bytes, ..IoThreadConfig::default() };
     let thread = IoThread::new(&config).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
-    let info = DiskInfo {
-        size_bytes: BYTES as u64,
-        logical_block_bytes: 512,
-        physical_block_bytes: 512,
-        read_only: false,
-        direct: true,
-    };
-    let descriptor = OwnedFd::from(file.reopen().unwrap());
-    let source = DiskSource::simulated(descriptor, info, is_block_device, 512, 512);
-    let disk = source.attach(thread.io());
+    let disk = simulated_file(&file, is_block_device).attach(thread.io());
     test(&thread, &disk, &world);
 }
 

@@ -67,7 +67,7 @@ fn each_op_of_a_durable_write_is_durable_and_of_no_other() {
     let thread =
         IoThread::new(&IoThreadConfig { engine, bytes, ..IoThreadConfig::default() }).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
-    let disk = simulated_file(&file).attach(thread.io());
+    let disk = simulated_file(&file, false).attach(thread.io());
     for (skew, most) in [(0, OP_BYTES), (0, 4096), (0, 1000), (1, OP_BYTES), (1, 512)] {
         for fua in [true, false] {
             world.most.set(most);

@@ -58,7 +58,7 @@ fn write_when_full(
     let _installed = install(Rc::<FullDisk>::clone(&world));
     let file = tempfile::NamedTempFile::new().unwrap();
     let thread = thread(EngineKind::Threads);
-    let source = simulated_file(&file);
+    let source = simulated_file(&file, false);
     source.set_error_policy(ErrorPolicy { write: action, ..ErrorPolicy::default() });
     let disk = source.attach(thread.io());
     let result = thread.block_on(async {
@@ -157,7 +157,7 @@ fn wait_for(
     let _installed = install(Rc::<FullDisk>::clone(&world));
     let thread = thread(EngineKind::Threads);
     let file = tempfile::NamedTempFile::new().unwrap();
-    let source = simulated_file(&file);
+    let source = simulated_file(&file, false);
     if what == "limits" {
         let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
         source.set_limits(&slow).unwrap();
@@ -286,7 +286,7 @@ fn a_write_that_is_held_is_not_made_before_its_queue_goes_on() {
         let _installed = install(Rc::new(FullDisk { until, now, writes: Cell::new(0) }));
         let thread = thread(EngineKind::Threads);
         let file = tempfile::NamedTempFile::new().unwrap();
-        let source = simulated_file(&file);
+        let source = simulated_file(&file, false);
         let source = if over_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
         source.set_error_policy(ErrorPolicy { write: ErrorAction::Hold, ..ErrorPolicy::default() });
         let disk = source.attach(thread.io());
@@ -316,7 +316,7 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
     let _installed = install(Rc::<FullDisk>::clone(&world));
     let thread = thread(EngineKind::Threads);
     let file = tempfile::NamedTempFile::new().unwrap();
-    let source = DiskSource::raw(simulated_file(&file), 0, None).unwrap();
+    let source = DiskSource::raw(simulated_file(&file, false), 0, None).unwrap();
     source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
     source.hand_over().inherit(Some(libc::EIO), false);
     let disk = source.attach(thread.io());
