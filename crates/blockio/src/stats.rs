@@ -89,11 +89,6 @@ pub struct Histogram<const BITS: u32> {
     sum: Counter,
 }
 
-/// Times: to within 3%.
-pub type Latencies = Histogram<5>;
-/// Numbers of things: exact below 256, to within 1% above.
-pub type Sizes = Histogram<7>;
-
 impl<const BITS: u32> Default for Histogram<BITS> {
     fn default() -> Self {
         let buckets = (0..bucket_count(BITS)).map(|_| Counter::default()).collect();
@@ -156,6 +151,7 @@ impl<const BITS: u32> Histogram<BITS> {
     }
 
     /// The values recorded so far.
+    #[doc(hidden)]
     #[must_use]
     pub fn values(&self) -> Distribution {
         let counts = self.buckets.iter().map(Counter::get);
@@ -167,7 +163,7 @@ impl<const BITS: u32> Histogram<BITS> {
     }
 }
 
-/// The percentiles at which distributions of [`Sizes`] are shown.
+/// The percentiles at which distributions of sizes of batches are shown.
 #[doc(hidden)]
 pub const SIZE_PERCENTILES: [f64; 11] =
     [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 99.99];
@@ -175,6 +171,7 @@ pub const SIZE_PERCENTILES: [f64; 11] =
 /// The content of a [`Histogram`] at some moment. Distributions of one type can be added and
 /// subtracted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[doc(hidden)]
 pub struct Distribution {
     /// The end of each bucket, and its number of hits.
     counts: BTreeMap<u64, u64>,
@@ -270,34 +267,21 @@ pub struct OpStats {
     /// Operations that failed.
     pub errors: Counter,
     /// Nanoseconds from submit to harvest. The clock is read once for each submit and harvest, so
-    /// operations of one batch share their times.
-    pub latency_ns: Latencies,
+    /// operations of one batch share their times. To within 3%.
+    pub latency_ns: Histogram<5>,
 }
 
-/// The use of memory for data that devices cannot take as it is (see
-/// [`BounceConfig`](crate::config::BounceConfig)).
+/// The use of a budget of memory.
 #[derive(Debug, Default)]
-pub struct BounceStats {
-    /// Bytes of the budget that are in use.
+pub struct BudgetStats {
+    /// Bytes that are in use.
     pub bytes: Gauge,
     /// The most bytes that were in use at once.
     pub bytes_most: Gauge,
-    /// Pieces that had to wait for earlier ones to end.
+    /// Times that work had to wait for a part of it.
     pub waits: Counter,
-    /// Pieces for which the system had no memory; their requests failed with `ENOMEM`.
+    /// Times that the system had no memory for a part of it: requests failed with `ENOMEM`.
     pub failed: Counter,
-}
-
-/// Long lists of buffers, of unanswered requests. Sources count them; each IoThread has a limit on
-/// them.
-#[derive(Debug, Default)]
-pub struct ListStats {
-    /// Bytes of all lists.
-    pub bytes: Gauge,
-    /// The most bytes of all lists at once.
-    pub bytes_most: Gauge,
-    /// Times that a source had to leave work in its ring for lack of room.
-    pub waits: Counter,
 }
 
 /// The counters of one IoThread.
@@ -311,21 +295,23 @@ pub struct Stats {
     pub flush: OpStats,
     /// Discards and zeroing.
     pub deallocate: OpStats,
-    /// Completions found by one harvest that found any.
-    pub harvested_at_once: Sizes,
+    /// Completions found by one harvest that found any. Exact below 256, as for the numbers below.
+    pub harvested_at_once: Histogram<7>,
     /// Foreign operations found complete by one harvest that found any.
-    pub foreign_at_once: Sizes,
+    pub foreign_at_once: Histogram<7>,
     /// Times that another thread had to wake the loop, for the result of an operation or another
     /// post.
     pub woken: Counter,
     /// Operations given to the kernel by one submit.
-    pub submitted_at_once: Sizes,
+    pub submitted_at_once: Histogram<7>,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
-    /// The memory for bouncing.
-    pub bounce: BounceStats,
-    /// Long lists of buffers.
-    pub lists: ListStats,
+    /// The memory for data that devices cannot take as it is (see
+    /// [`BounceConfig`](crate::config::BounceConfig)). Pieces wait for it.
+    pub bounce: BudgetStats,
+    /// Long lists of buffers, of unanswered requests. Sources count them, and leave work in their
+    /// rings at the limit of the IoThread.
+    pub lists: BudgetStats,
     /// Reads and writes whose completions were polled for.
     pub polled: Counter,
     /// Nanoseconds of busy-polling that ended with an event.
@@ -450,7 +436,7 @@ mod tests {
 
     #[test]
     fn percentiles_of_a_known_distribution() {
-        let histogram = Sizes::default();
+        let histogram = Histogram::<7>::default();
         assert_eq!(histogram.percentile(50.0), 0);
         for value in 1..=7 {
             histogram.record(value);
@@ -464,7 +450,7 @@ mod tests {
 
     #[test]
     fn distributions_are_added_and_taken_from_each_other() {
-        let histogram = Sizes::default();
+        let histogram = Histogram::<7>::default();
         [128, 1].iter().for_each(|value| histogram.record(*value));
         let earlier = histogram.values();
         [128, 16, 16].iter().for_each(|value| histogram.record(*value));

@@ -1,6 +1,6 @@
 //! The counters of a daemon at one moment, as data.
 
-use blockio::stats::{BounceStats, Histogram, ListStats, OpStats, Stats};
+use blockio::stats::{BudgetStats, Histogram, OpStats, Stats};
 use device::{BatchSizes, ErrorCause, QueueStats, RequestCounts, RequestKind, RequestTotals};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -400,20 +400,13 @@ impl<const BITS: u32> From<&Histogram<BITS>> for Percentiles {
     }
 }
 
-impl From<&BounceStats> for MemoryUse {
-    fn from(stats: &BounceStats) -> Self {
+impl From<&BudgetStats> for MemoryUse {
+    fn from(stats: &BudgetStats) -> Self {
         Self {
             bytes: stats.bytes.get(),
             bytes_most: stats.bytes_most.get(),
             waits: stats.waits.get(),
             failed: stats.failed.get(),
         }
-    }
-}
-
-impl From<&ListStats> for MemoryUse {
-    fn from(stats: &ListStats) -> Self {
-        let (bytes, bytes_most) = (stats.bytes.get(), stats.bytes_most.get());
-        Self { bytes, bytes_most, waits: stats.waits.get(), failed: 0 }
     }
 }
