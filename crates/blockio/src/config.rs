@@ -78,6 +78,7 @@ impl From<EngineKind> for EngineConfig {
 
 /// Options for an engine of any kind: each takes its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[doc(hidden)]
 pub struct EngineOptions {
     /// See [`EngineConfig::IoUring`].
     pub sqpoll: bool,
@@ -102,6 +103,7 @@ impl EngineOptions {
 
 /// Rules for keeping ops of a disk back from the kernel. `pacing.rs` has the reasons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[doc(hidden)]
 pub struct PacingConfig {
     /// The least number of completions together that counts as a convoy.
     pub convoy_min: usize,
@@ -154,6 +156,7 @@ impl Default for BounceConfig {
 /// Bounds on the bytes of reads and writes that go to the kernel, so that large ones hold the loop
 /// for a short time only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[doc(hidden)]
 pub struct ByteLimits {
     /// The most bytes of one op, for every kind of disk. The rest of a larger request follows when
     /// they have been moved, behind all tasks that are ready then. A logical block is never cut.
@@ -209,12 +212,14 @@ pub struct IoThreadConfig {
     /// True if the loop wakes each second while ops are in the kernel, to report disks that do not
     /// answer. Otherwise another thread has to [watch](crate::stats::Stats::is_idle) it.
     pub watches_itself: bool,
-    /// Bounds on the bytes of ops.
+    /// Bounds on the bytes of ops, which a simulation makes smaller.
+    #[doc(hidden)]
     pub bytes: ByteLimits,
     /// Memory for data that devices cannot take as it is.
     pub bounce: BounceConfig,
     /// Rules for keeping ops of a disk back. The defaults are for real disks; a simulation with
     /// short runs has smaller numbers.
+    #[doc(hidden)]
     pub pacing: PacingConfig,
     /// For measurement: false leaves out the harvest right after each submit, so that completions
     /// are found only when the kernel wakes the loop.

@@ -44,11 +44,11 @@ pub use file::opening::open_for_other;
 pub use file::size_probe::{SizeChanges, SizeProbe};
 #[doc(hidden)]
 pub use folder::Folder;
-#[doc(hidden)]
-pub use info::WaitTimes;
 pub use info::{
-    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, Placement, TransferError,
+    Abilities, DiskInfo, DiskOptions, DiskState, Extent, ExtentKind, Link, TransferError,
 };
+#[doc(hidden)]
+pub use info::{Placement, WaitTimes};
 pub use qos::LimitGroup;
 use qos::Shared;
 use qos::bulk_turns::BulkTurns;
@@ -76,6 +76,7 @@ pub struct Disk {
 }
 
 /// A disk for a requester that is consulted while a request waits for limits, or for another try.
+#[doc(hidden)]
 #[derive(Clone, Copy)]
 pub struct Requests<'a> {
     disk: &'a Disk,

@@ -52,10 +52,12 @@ mod watchdog;
 pub use config::{EngineConfig, EngineKind, IoThreadConfig};
 pub use disk::{Disk, DiskOptions, DiskSource};
 pub use error::Error;
+#[doc(hidden)]
 pub use executor::oneshot;
 pub use iomem::{BufferMemory, Buffers};
 pub use thread::IoThread;
 pub use thread::io::Io;
 pub use thread::remote::Remote;
+#[doc(hidden)]
 pub use thread::task_set::TaskSet;
 pub use thread::turn::{Activity, Wait};

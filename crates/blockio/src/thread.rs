@@ -30,6 +30,7 @@ use turn::{Activity, Wait, earlier};
 #[doc(hidden)]
 pub use fairness::{ROUND_BYTES_UNTIL_SERVED, ROUNDS_UNTIL_SERVED};
 pub use reactor::{Armed, Source, SourceId};
+#[doc(hidden)]
 pub use registered::RegisteredMemory;
 
 /// A loop, owned by the thread that made it. For programs that embed it in a loop of their own, its

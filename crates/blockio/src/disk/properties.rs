@@ -245,6 +245,7 @@ impl DiskSource {
     }
 
     /// The bytes of the bottom disk that make up this disk.
+    #[doc(hidden)]
     #[must_use]
     pub fn place(&self) -> Placement {
         let disk = || self.identity().to_owned();

@@ -21,6 +21,7 @@ const ZEROES_BYTES: u64 = 4 << 20;
 
 impl Disk {
     /// The disk for requests about which `requester` is consulted.
+    #[doc(hidden)]
     #[inline]
     #[must_use]
     pub fn with_requester<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
@@ -28,17 +29,19 @@ impl Disk {
     }
 
     /// The disk for requests without a requester.
+    #[doc(hidden)]
     #[inline]
     #[must_use]
     pub fn without_requester(&self) -> Requests<'_> {
         self.with_requester(&NoRequester)
     }
 
-    /// See [`Requests::read`].
+    /// Fills all of `buffers` from byte `offset`.
     ///
     /// # Errors
     ///
-    /// As for [`Requests::read`].
+    /// The error of the kernel, or `EINVAL` for a range that is misaligned or beyond the disk, with
+    /// the part of `buffers` that was not filled. The content of that part is undefined.
     #[inline]
     pub fn read(
         &self,
@@ -48,11 +51,16 @@ impl Disk {
         self.without_requester().read(offset, buffers)
     }
 
-    /// See [`Requests::write`].
+    /// Writes all of `buffers` from byte `offset`. With `fua`, the data is on stable storage when
+    /// this returns.
     ///
     /// # Errors
     ///
-    /// As for [`Requests::write`].
+    /// As for [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot
+    /// continue, with the part of `buffers` that was not written, or not wholly.
+    ///
+    /// With `fua` also the error of an earlier [`flush`](Disk::flush), and of a flush after the
+    /// write: then nothing is left of `buffers`, and any of it may be lost.
     #[inline]
     pub fn write(
         &self,
@@ -63,11 +71,16 @@ impl Disk {
         self.without_requester().write(offset, buffers, fua)
     }
 
-    /// See [`Requests::read_part`].
+    /// Reads from byte `offset` into memory of the disk's own: whole logical blocks, at least one
+    /// of them, at most `len` bytes.
+    ///
+    /// The memory is of the [budget for misaligned requests](crate::config::BounceConfig) until the
+    /// list is dropped. This waits for its turn in that budget, and among the commands of the disk
+    /// that move much data. So do not wait for the disk while you have such a list.
     ///
     /// # Errors
     ///
-    /// As for [`Requests::read_part`].
+    /// As for [`read`](Self::read), and `ENOMEM`.
     pub async fn read_part(&self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.without_requester().read_part(offset, len).await
     }
@@ -77,7 +90,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// As for [`Requests::read`].
+    /// As for [`read`](Self::read).
     pub async fn read_vec(&self, offset: u64, len: usize) -> Result<Vec<u8>, TransferError> {
         let memory = Buffers::aligned(len, PAGE);
         let view = memory.duplicate();
@@ -85,20 +98,23 @@ impl Disk {
         Ok(view.to_vec())
     }
 
-    /// See [`Requests::discard`].
+    /// Discards `len` bytes that are no longer needed. A hint: a disk that cannot use it does
+    /// nothing. The content of the range is undefined afterwards.
     ///
     /// # Errors
     ///
-    /// As for [`Requests::discard`].
+    /// As for [`write`](Self::write).
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.without_requester().discard(offset, len).await
     }
 
-    /// See [`Requests::write_zeroes`].
+    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back. A long range
+    /// goes piece by piece, among the commands of the disk that move much data: if the disk has no
+    /// operation for it, zeroes are written.
     ///
     /// # Errors
     ///
-    /// As for [`Requests::write_zeroes`].
+    /// As for [`write`](Self::write).
     pub async fn write_zeroes(&self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.without_requester().write_zeroes(offset, len, may_unmap).await
     }
@@ -111,12 +127,11 @@ impl<'a> Requests<'a> {
         self.disk
     }
 
-    /// Fills all of `buffers` from byte `offset`.
+    /// See [`Disk::read`].
     ///
     /// # Errors
     ///
-    /// The error of the kernel, or `EINVAL` for a range that is misaligned or beyond the disk, with
-    /// the part of `buffers` that was not filled. The content of that part is undefined.
+    /// As for [`Disk::read`].
     #[expect(clippy::manual_async_fn, reason = "an `async fn` moves its parameters once more")]
     pub fn read(
         self,
@@ -145,16 +160,11 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Reads from byte `offset` into memory of the disk's own: whole logical blocks, at least one
-    /// of them, at most `len` bytes.
-    ///
-    /// The memory is of the [budget for misaligned requests](crate::config::BounceConfig) until the
-    /// list is dropped. This waits for its turn in that budget, and among the commands of the disk
-    /// that move much data. So do not wait for the disk while you have such a list.
+    /// See [`Disk::read_part`].
     ///
     /// # Errors
     ///
-    /// As for [`read`](Self::read), `ENOMEM`, and the error with which the requester
+    /// As for [`Disk::read_part`], and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
     pub async fn read_part(self, offset: u64, len: u64) -> io::Result<Buffers> {
         self.disk.check(offset, len)?;
@@ -176,16 +186,11 @@ impl<'a> Requests<'a> {
         .await
     }
 
-    /// Writes all of `buffers` from byte `offset`. With `fua`, the data is on stable storage when
-    /// this returns.
+    /// See [`Disk::write`].
     ///
     /// # Errors
     ///
-    /// As for [`read`](Self::read), `EROFS` on a read-only disk, `ENOSPC` when a write cannot
-    /// continue, with the part of `buffers` that was not written, or not wholly.
-    ///
-    /// With `fua` also the error of an earlier [`flush`](Disk::flush), and of a flush after the
-    /// write: then nothing is left of `buffers`, and any of it may be lost.
+    /// As for [`Disk::write`].
     pub async fn write(
         self,
         offset: u64,
@@ -209,12 +214,11 @@ impl<'a> Requests<'a> {
         }
     }
 
-    /// Discards `len` bytes that are no longer needed. A hint: a disk that cannot use it does
-    /// nothing. The content of the range is undefined afterwards.
+    /// See [`Disk::discard`].
     ///
     /// # Errors
     ///
-    /// As for [`write`](Self::write).
+    /// As for [`Disk::discard`].
     pub async fn discard(self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.check_write(offset, len)?;
         // A discard moves no bytes, but its range could make later requests wait forever.
@@ -228,13 +232,11 @@ impl<'a> Requests<'a> {
         .await
     }
 
-    /// Makes `len` bytes read as zeroes. With `may_unmap` the space may be given back. A long range
-    /// goes piece by piece, among the commands of the disk that move much data: if the disk has no
-    /// operation for it, zeroes are written.
+    /// See [`Disk::write_zeroes`].
     ///
     /// # Errors
     ///
-    /// As for [`write`](Self::write), and the error with which the requester
+    /// As for [`Disk::write_zeroes`], and the error with which the requester
     /// [ends](super::Requester::check_piece) the command.
     pub async fn write_zeroes(self, offset: u64, len: u64, may_unmap: bool) -> io::Result<()> {
         self.disk.check_write(offset, len)?;

@@ -281,6 +281,7 @@ pub trait DriverSource: fmt::Debug + Send + Sync {
 
     /// See [`DiskSource::place`](super::DiskSource::place); for a layer that of the disk below.
     /// `None`: all of a disk.
+    #[doc(hidden)]
     fn place(&self) -> Option<Placement> {
         None
     }

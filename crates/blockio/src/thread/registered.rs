@@ -62,6 +62,7 @@ impl Io {
     ///
     /// The kernel's error: `ENOMEM` if the limit on locked memory (`RLIMIT_MEMLOCK`) forbids it,
     /// `ENOSPC` if too many pieces are registered. Ops work without it.
+    #[doc(hidden)]
     pub fn register_memory(self: &Rc<Self>, memory: Buffers) -> io::Result<RegisteredMemory> {
         let registered = self.ops.borrow_mut().engine.register_memory(memory.iovecs())?;
         Ok(RegisteredMemory { io: Rc::clone(self), memory, registered })
