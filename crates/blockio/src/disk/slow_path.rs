@@ -389,7 +389,7 @@ impl<'a> Requests<'a> {
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
-    use std::pin::{Pin, pin};
+    use std::pin::pin;
     use std::task::Poll;
 
     use iomem::RepeatedBlock;
@@ -409,18 +409,6 @@ mod tests {
     struct Stops;
 
     impl Requester for Stops {
-        fn on_wait(&self) {}
-
-        fn check(&self) -> io::Result<()> {
-            Ok(())
-        }
-
-        fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-            Box::pin(ready(Ok(())))
-        }
-
-        fn on_cancel(&self) {}
-
         fn check_rest(&self) -> io::Result<()> {
             Err(io::Error::from_raw_os_error(libc::ECANCELED))
         }

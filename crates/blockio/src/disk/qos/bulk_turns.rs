@@ -75,15 +75,15 @@ async fn next_round() {
 
 #[cfg(test)]
 mod tests {
-    use std::future::{Future, ready};
+    use std::future::Future;
     use std::io;
-    use std::pin::{Pin, pin};
+    use std::pin::pin;
     use std::task::{Context, Waker};
 
     use iomem::Buffers;
 
     use super::*;
-    use crate::disk::{Direction, ErrorAction, ErrorPolicy, Requester};
+    use crate::disk::{ErrorAction, ErrorPolicy, Requester};
     use crate::{DiskOptions, DiskSource, IoThread, IoThreadConfig, Wait};
 
     const MIB: u64 = 1 << 20;
@@ -162,18 +162,6 @@ mod tests {
     struct Ends(Cell<u32>);
 
     impl Requester for Ends {
-        fn on_wait(&self) {}
-
-        fn check(&self) -> io::Result<()> {
-            Ok(())
-        }
-
-        fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-            Box::pin(ready(Ok(())))
-        }
-
-        fn on_cancel(&self) {}
-
         fn check_piece(&self) -> io::Result<()> {
             let Some(left) = self.0.get().checked_sub(1) else {
                 return Err(io::Error::from_raw_os_error(libc::EBUSY));

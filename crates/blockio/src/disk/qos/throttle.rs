@@ -30,10 +30,10 @@ pub(crate) const STEP_BYTES: usize = 4 << 20;
 pub(crate) const REST_BYTES: usize = 64 << 20;
 
 /// The maker of a request, which is consulted while the request waits. Nothing of the request is in
-/// progress then.
+/// progress then. A requester without methods of its own refuses nothing.
 pub trait Requester {
     /// Called when the request begins to wait.
-    fn on_wait(&self);
+    fn on_wait(&self) {}
 
     /// Checks that the request is still to be done. Called before it waits, and for each
     /// [`recheck_waiting`](crate::disk::Disk::recheck_waiting).
@@ -41,7 +41,9 @@ pub trait Requester {
     /// # Errors
     ///
     /// The error that the request ends with.
-    fn check(&self) -> io::Result<()>;
+    fn check(&self) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Called when the wait ends: repeats the checks made at the start of a request, since things
     /// may have changed.
@@ -49,11 +51,12 @@ pub trait Requester {
     /// # Errors
     ///
     /// The error that the request ends with.
-    fn on_resume(&self, direction: Direction)
-    -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
+    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
 
     /// Called when the request ends while it waits.
-    fn on_cancel(&self);
+    fn on_cancel(&self) {}
 
     /// Checks that a command that moves much data is to move another piece. Called at the turn of
     /// that piece.
@@ -84,19 +87,7 @@ pub trait Requester {
 /// A requester that refuses nothing.
 pub(crate) struct NoRequester;
 
-impl Requester for NoRequester {
-    fn on_wait(&self) {}
-
-    fn check(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn on_cancel(&self) {}
-}
+impl Requester for NoRequester {}
 
 /// A request at the gate, which may be waiting.
 struct WaitingRequest<'a> {
