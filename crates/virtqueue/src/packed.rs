@@ -17,7 +17,7 @@ use crate::chain::{self, Chain, DESC_F_NEXT};
 use crate::descriptor_ring::{DescriptorRing, UsedWord, Wish};
 use crate::error::{ChainFault, QueueError};
 use crate::inflight::{PackedInflight, Taken};
-use crate::memory::{AnswerPlace, Descriptor};
+use crate::memory::Descriptor;
 use crate::position::Position;
 use crate::queue_memory::{QueueMemory, lost_with_memory};
 use crate::split::QueueConfig;
@@ -28,7 +28,7 @@ use walk::{Found, PackedLinks, Slots};
 /// It has the operations of a [`SplitQueue`](crate::SplitQueue). A chain's head is its buffer id.
 #[derive(Debug)]
 pub struct PackedQueue {
-    memory: QueueMemory,
+    pub(crate) memory: QueueMemory,
     ring: DescriptorRing,
     config: QueueConfig,
     /// The first descriptor of the next chain.
@@ -60,8 +60,6 @@ pub struct PackedQueue {
     recovered: u16,
     /// The account that marks requests while they are in the device.
     inflight: Option<Box<PackedInflight>>,
-    /// True if a pop prefetches for the next chain.
-    prefetch: bool,
     /// The progress for other threads, which some devices need.
     progress: Option<Arc<Progress>>,
 }
@@ -94,16 +92,6 @@ struct Seen {
 }
 
 impl PackedQueue {
-    /// Turns prefetching for the next chain on or off; on at first.
-    pub fn set_prefetch(&mut self, on: bool) {
-        self.prefetch = on;
-    }
-
-    /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
-    pub fn set_answer_place(&mut self, place: AnswerPlace) {
-        self.memory.translator.set_answer_place(place);
-    }
-
     /// Returns true if chains of an earlier process, which only the region has, are to be popped.
     #[inline]
     pub fn has_recovered(&self) -> bool {
@@ -152,7 +140,7 @@ impl PackedQueue {
         self.popped = self.popped.wrapping_add(1);
         self.seen.take(found.count, self.next);
         self.note_progress();
-        if self.prefetch {
+        if self.memory.prefetch {
             self.prefetch_next();
         }
         Ok(Some(self.enter(found, entry, false, fault)))
@@ -349,12 +337,6 @@ impl PackedQueue {
             self.look()?;
         }
         Ok(self.recovered + self.seen.chains)
-    }
-
-    /// The number of chains to pop, by a fresh look. 0 if the ring is bad, which the next pop
-    /// reports.
-    pub fn available_now(&mut self) -> u16 {
-        self.available(true).unwrap_or(0)
     }
 
     /// Counts the chains behind those that were seen.

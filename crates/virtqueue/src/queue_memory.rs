@@ -13,6 +13,9 @@ use crate::memory::{DirtyLog, GuestMemory, LocalMemory, QueueLog, Translator};
 pub(crate) struct QueueMemory {
     /// The translator of the present map.
     pub(crate) translator: Translator,
+    /// True if a pop prefetches for the next chains. The driver has just written their data on
+    /// another processor, so fetching it takes its time.
+    pub(crate) prefetch: bool,
     /// The log of writes, if there is one.
     log: Option<QueueLog>,
     /// Maps that were replaced, which chains may still have.
@@ -28,7 +31,7 @@ struct EarlierMap {
 
 impl QueueMemory {
     pub(crate) fn new(translator: Translator) -> Self {
-        Self { translator, log: None, earlier: Vec::new() }
+        Self { translator, prefetch: true, log: None, earlier: Vec::new() }
     }
 
     /// The present map.

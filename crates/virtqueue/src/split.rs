@@ -11,7 +11,7 @@ use std::sync::atomic::{Ordering, fence};
 use crate::chain::{self, Chain};
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
-use crate::memory::{AnswerPlace, DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
+use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
 use crate::queue_memory::{QueueMemory, lost_with_memory};
 use crate::rings::{RingParts, Rings, map_part};
 
@@ -48,7 +48,7 @@ pub struct QueueConfig {
 /// memory mapped.
 #[derive(Debug)]
 pub struct SplitQueue {
-    memory: QueueMemory,
+    pub(crate) memory: QueueMemory,
     rings: Rings,
     config: QueueConfig,
     /// The avail entry to pop next.
@@ -70,8 +70,6 @@ pub struct SplitQueue {
     recovered: u16,
     /// The account that marks requests while they are in the device.
     inflight: Option<Box<Inflight>>,
-    /// True if a pop prefetches for the next chains.
-    prefetch: bool,
 }
 
 impl SplitQueue {
@@ -103,7 +101,6 @@ impl SplitQueue {
             call_forced: true,
             recovered: 0,
             inflight: None,
-            prefetch: true,
         };
         queue.rings.store_used_flags(if config.event_idx { 0 } else { USED_F_NO_NOTIFY });
         Ok(queue)
@@ -140,17 +137,6 @@ impl SplitQueue {
         queue.recovered = requests;
         queue.inflight = Some(Box::new(inflight));
         Ok((queue, recovery))
-    }
-
-    /// Turns prefetching for the next chains on or off; on at first. The driver has just written
-    /// their data on another processor, so fetching it takes its time.
-    pub fn set_prefetch(&mut self, on: bool) {
-        self.prefetch = on;
-    }
-
-    /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
-    pub fn set_answer_place(&mut self, place: AnswerPlace) {
-        self.memory.translator.set_answer_place(place);
     }
 
     /// Returns true if chains of an earlier process, which only the region has, are to be popped.
@@ -193,7 +179,7 @@ impl SplitQueue {
             return Ok(None);
         }
         let head = if self.recovered == 0 {
-            if self.prefetch {
+            if self.memory.prefetch {
                 self.prefetch_next();
             }
             self.rings.avail_entry(self.next_avail)
@@ -304,13 +290,6 @@ impl SplitQueue {
             self.read_avail_idx()?;
         }
         Ok(self.avail_shadow.wrapping_sub(self.next_avail))
-    }
-
-    /// The number of chains to pop, by a fresh read. 0 if the ring is bad, which the next pop
-    /// reports.
-    #[inline]
-    pub fn available_now(&mut self) -> u16 {
-        self.available(true).unwrap_or(0)
     }
 
     /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for

@@ -6,6 +6,7 @@ use crate::error::QueueError;
 use crate::inflight::{InflightAccount, Recovery, RingLayout};
 use crate::memory::{AnswerPlace, LocalMemory, QueueLog};
 use crate::packed::PackedQueue;
+use crate::queue_memory::QueueMemory;
 use crate::split::{QueueConfig, SplitQueue};
 
 /// A virtqueue of either layout, as the device sees it. Belongs to one thread.
@@ -74,14 +75,21 @@ impl Virtqueue {
         }
     }
 
+    fn memory_mut(&mut self) -> &mut QueueMemory {
+        match self {
+            Split(queue) => &mut queue.memory,
+            Packed(queue) => &mut queue.memory,
+        }
+    }
+
     /// Turns prefetching for the next chains on or off; on at first.
     pub fn set_prefetch(&mut self, on: bool) {
-        either!(self, set_prefetch(on));
+        self.memory_mut().prefetch = on;
     }
 
     /// Sets the place of the answer in chains that have a fault. At first it is the last byte.
     pub fn set_answer_place(&mut self, place: AnswerPlace) {
-        either!(self, set_answer_place(place));
+        self.memory_mut().translator.set_answer_place(place);
     }
 
     /// Returns true if chains of an earlier process, which only the region has, are to be popped.
@@ -184,7 +192,7 @@ impl Virtqueue {
     /// The number of chains to pop, by a fresh look. 0 if the ring is bad, which the next pop
     /// reports.
     pub fn available_now(&mut self) -> u16 {
-        either!(self, available_now())
+        self.available(true).unwrap_or(0)
     }
 
     /// Makes the next [`publish`](Self::publish) ask for a call.

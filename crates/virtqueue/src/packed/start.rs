@@ -87,7 +87,6 @@ impl PackedQueue {
             call_forced: true,
             recovered: 0,
             inflight: None,
-            prefetch: true,
             progress: None,
         })
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use virtqueue::{
     AnswerPlace, Chain, ChainFault, GuestMemory, MAX_INDIRECT_ENTRIES, QueueError, SplitQueue,
+    Virtqueue,
 };
 
 use crate::ring::{
@@ -450,10 +451,10 @@ fn a_chain_of_four_gibibytes_is_too_long() {
     ring.memory.read(big + bytes - 2, &mut status).unwrap();
     assert_eq!(status, [0, 0x42]);
 
-    let mut queue = ring.queue();
+    let mut queue = Virtqueue::Split(ring.queue());
     queue.set_answer_place(AnswerPlace::Front);
-    pop(&mut queue);
-    let chain = pop(&mut queue);
+    queue.pop().expect("the ring is good");
+    let chain = queue.pop().expect("the ring is good").expect("a chain is available");
     assert_eq!(chain.fault, Some(ChainFault::TooLong { bytes: sum + 1 }));
     assert_eq!((chain.readable.bytes(), chain.writable.bytes()), (0, 0x8000_0000));
 }

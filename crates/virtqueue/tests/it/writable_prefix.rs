@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use virtqueue::{AnswerPlace, ChainFault, LocalMemory};
+use virtqueue::{AnswerPlace, ChainFault, LocalMemory, Virtqueue};
 
-use crate::ring::{F_WRITE, HOLE, Hand, ISLAND, new_ring, pop};
+use crate::ring::{F_WRITE, HOLE, Hand, ISLAND, new_ring};
 
 #[test]
 fn a_bad_request_keeps_the_prefix_of_its_writable_buffers() {
@@ -31,11 +31,11 @@ fn a_bad_request_keeps_the_prefix_of_its_writable_buffers() {
     for (buffers, fault, expected) in cases {
         let mut ring = new_ring(16, false);
         ring.chain(3, buffers);
-        let mut queue = ring.queue();
+        let mut queue = Virtqueue::Split(ring.queue());
         queue.set_answer_place(AnswerPlace::Front);
         // The place of the answer stays when the map changes.
         queue.set_memory(LocalMemory::new(Arc::clone(&ring.memory))).expect("the same map");
-        let chain = pop(&mut queue);
+        let chain = queue.pop().expect("the ring is good").expect("a chain is available");
         assert_eq!(chain.fault, Some(*fault), "{buffers:x?}");
         assert!(chain.readable.is_empty());
         let total: usize = expected.iter().map(|(_, bytes)| bytes).sum();
