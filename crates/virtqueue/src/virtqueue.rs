@@ -11,7 +11,7 @@ use crate::split::{QueueConfig, SplitQueue};
 
 /// A virtqueue of either layout, as the device sees it. Belongs to one thread.
 ///
-/// The methods are those of [`SplitQueue`] and [`PackedQueue`].
+/// Its methods are the methods of [`SplitQueue`] and [`PackedQueue`].
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the variants are named like their types")]
 #[allow(clippy::large_enum_variant, reason = "split rings are the usual ones, and stay direct")]
@@ -59,7 +59,7 @@ impl Virtqueue {
     ///
     /// # Panics
     ///
-    /// If the region is for the other layout.
+    /// If the region is for a ring of another layout.
     pub fn with_inflight(
         memory: LocalMemory,
         layout: RingLayout,
