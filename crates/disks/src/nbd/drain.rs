@@ -80,18 +80,25 @@ fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
 pub(super) fn release_closed_orphans(shared: &Arc<Shared>) {
     for Orphan { connected, close_is_visible, holder } in shared.take_orphans() {
         let mut flow = Flow::new(0, connected);
-        let close_is_visible = match flow.discard() {
-            Err(Broken::Gone(_)) if close_is_visible => {
-                release_except(shared, holder, Vec::new());
-                continue;
-            }
-            Err(Broken::Cut(_)) => false,
-            _ => close_is_visible,
+        let broken = flow.discard().err();
+        let Some(close_is_visible) = orphan_signal(broken, close_is_visible) else {
+            release_except(shared, holder, Vec::new());
+            continue;
         };
         publish_orphan(
             shared,
             Orphan { connected: flow.into_connected(), close_is_visible, holder },
         );
+    }
+}
+
+/// Returns true if a close by the server will still be visible; `None` if it was seen. A connection
+/// that was cut looks closed from then on.
+fn orphan_signal(broken: Option<Broken>, close_is_visible: bool) -> Option<bool> {
+    match broken {
+        Some(Broken::Gone(_)) if close_is_visible => None,
+        Some(Broken::Cut(_)) => Some(false),
+        _ => Some(close_is_visible),
     }
 }
 
@@ -205,6 +212,14 @@ mod tests {
             (Broken::Cut(why()), Some(DrainSignal::Nothing)),
         ] {
             assert_eq!(broken.into_reason_and_signal(), (why(), left));
+        }
+        let signal =
+            |broken: fn(String) -> Broken, before| orphan_signal(Some(broken(why())), before);
+        assert_eq!((signal(Broken::Gone, true), signal(Broken::Gone, false)), (None, Some(false)));
+        for before in [true, false] {
+            assert_eq!(signal(Broken::Cut, before), Some(false));
+            assert_eq!(signal(Broken::Unusable, before), Some(before));
+            assert_eq!(orphan_signal(None, before), Some(before));
         }
     }
 }

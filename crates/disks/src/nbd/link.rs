@@ -54,7 +54,6 @@ async fn serve_link(service: Service, index: usize) {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
                 retry.record_failure(&pipe, &why);
-                pipe.reroute_waiting();
                 pipe.pause(&mut retry).await;
                 continue;
             }
@@ -92,7 +91,6 @@ async fn serve_link(service: Service, index: usize) {
             retry.wait = RETRY_MIN;
         }
         retry.record_break(&pipe, &ended);
-        pipe.expire();
         pipe.pause(&mut retry).await;
     }
     pipe.fail(libc::EIO, None);
@@ -154,8 +152,6 @@ impl Pipe {
         while clock::now() < until && !self.is_unneeded() {
             self.io.suspend().await;
         }
-        self.expire();
-        self.reroute_waiting();
     }
 
     /// Takes the spare connection, or makes one by a thread. `None`: none is needed.
@@ -180,10 +176,12 @@ impl Pipe {
             remote.post(move |io| io.wake(task));
         };
         if let Err(error) = Io::start_thread("nbd-connect", work) {
-            return Some(Err(format!("cannot start the thread that connects: {error}")));
+            *inbox.lock() = Some(Err(format!("cannot start the thread that connects: {error}")));
         }
         let mut tick: Option<Instant> = None;
         loop {
+            self.expire();
+            self.reroute_waiting();
             if let Some(made) = inbox.lock().take() {
                 return Some(made);
             }
@@ -196,8 +194,6 @@ impl Pipe {
                 self.io.wake_me_at(now + TICK);
             }
             self.io.suspend().await;
-            self.expire();
-            self.reroute_waiting();
         }
     }
 }

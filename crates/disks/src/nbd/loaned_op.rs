@@ -109,6 +109,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_loan_has_all_ranges_of_its_memory() {
+        let mut memory = [1; 1024];
+        let base = memory.as_mut_ptr();
+        let ranges = [(0, 512), (768, 128), (512, 256)].map(|(at, iov_len)| iovec {
+            // SAFETY: all ranges lie in `memory`.
+            iov_base: unsafe { base.add(at) }.cast(),
+            iov_len,
+        });
+        // SAFETY: `memory` outlives the list.
+        let buffers = unsafe { Buffers::from_raw_parts(ranges.to_vec().into(), Memory::new(())) };
+        // SAFETY: the list outlives the loan.
+        let there = unsafe { LoanedMemory::new(&buffers).into_buffers() };
+        let data: Vec<u8> = (0..=255).cycle().take(896).collect();
+        assert_eq!(there.copy_from(0, &data), 896);
+        assert!(buffers.to_vec() == data);
+    }
+
+    #[test]
     fn results_are_the_same_on_the_other_thread() {
         let extent = |bytes, kind| Ok(Extent { bytes, kind });
         let failure = |errno, is_of_flush| Err(Failure { errno, is_of_flush });

@@ -12,6 +12,7 @@ use iomem::Buffers;
 
 use super::super::answer::Failure;
 use super::super::connect::connect;
+use super::super::flow::Flow;
 use super::super::handshake::{Facts, can};
 use super::super::link::check_not_less;
 use super::super::options::NbdOptions;
@@ -215,6 +216,30 @@ fn an_answering_connection_does_not_hide_a_late_connection() {
     pipe.check_stalled(1, begun, true);
     assert_eq!(shared.remark(), "connections: 1");
     assert_eq!(shared.disk_state(), DiskState::Ready);
+}
+
+/// The log reports a server that answers again once, and a connection stays useful.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_answer_shows_at_the_next_check_alone() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, shared) = (new_thread(), shared(&server));
+    let pipe = pipe_of(&thread, &shared, 1);
+    let mut flow = Flow::new(0, connect(&server.options()).unwrap().0);
+    let answers = |flow: &mut Flow| (flow.take_answered(), flow.was_answered());
+    assert_eq!(answers(&mut flow), (false, false));
+    let flush = pipe.ticket(IssuedRequest::new(thread.io(), Request::FLUSH), Buffers::empty());
+    let hopeless = Instant::now() + 60 * SECOND;
+    while flow.is_busy(&pipe.requests.borrow()) {
+        assert!(Instant::now() < hopeless, "there is no answer");
+        let requests = &mut *pipe.requests.borrow_mut();
+        flow.send(requests).unwrap();
+        flow.may_receive();
+        flow.receive(requests, &shared).unwrap();
+    }
+    assert_eq!(answers(&mut flow), (true, true));
+    assert_eq!(answers(&mut flow), (false, true));
+    drop(flush);
 }
 
 /// Its request waits for a connection, and for no answer.
