@@ -382,6 +382,11 @@ fn an_image_passes_questions_and_orders_on_to_its_backing_file() {
     let top = Layer::qcow2(DiskSource::file(file.path(), &options).unwrap()).unwrap();
     let layers = vec![top, Layer::raw(below.clone().source())];
     let source = crate::qcow2::open(layers, false).unwrap();
+    // The bytes of the disk may be anywhere in the file.
+    let place = source.place();
+    assert!(place.is_spread && !place.disk.is_empty(), "{place:?}");
+    let part = |offset| DiskSource::raw(source.clone(), offset, Some(MIB)).unwrap().place();
+    assert!(part(0).overlaps(&part(2 * MIB)) && part(MIB) == place);
     assert_eq!(source.state(), DiskState::Ready);
     below.set_away(true);
     assert!(matches!(source.state(), DiskState::Away(_)));

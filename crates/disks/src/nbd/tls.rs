@@ -336,6 +336,21 @@ mod tests {
         }
     }
 
+    /// Opening a pipe would wait for its writer.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_pipe_in_the_place_of_a_certificate_or_key_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ca-cert.pem");
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        // So that a faulty open fails this test instead of holding it.
+        let _writer = File::options().read(true).write(true).open(&path).unwrap();
+        let error = open(&path).map(drop).unwrap_err();
+        assert!(error.contains("ca-cert.pem") && error.contains("not a regular file"), "{error}");
+        assert!(error.contains("tls-certificates"), "{error}");
+    }
+
     /// Notes if memory for secrets is allocated when the client begins, and hangs up.
     #[derive(Default)]
     struct Probe {

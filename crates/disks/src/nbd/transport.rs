@@ -314,6 +314,33 @@ mod tests {
         }
     }
 
+    /// More than a filled list may be there, but nothing is behind a short receive.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn more_may_come_or_go_exactly_when_a_list_was_filled_or_taken_whole() {
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut ends = [here, there].map(|end| Transport::new(end.into(), None).unwrap());
+        let data = vec![7; 4 << 20];
+        let send = |ends: &mut [Transport; 2], bytes: usize| {
+            let mut gathered = SendRanges(Ranges::new(Vec::new()));
+            gathered.push_bytes(&data[..bytes]);
+            ends[0].send(&gathered).unwrap()
+        };
+        let receive = |ends: &mut [Transport; 2], bytes: usize| {
+            let mut memory = vec![0; bytes];
+            let mut scattered = ReceiveRanges(Ranges::new(Vec::new()));
+            scattered.push_bytes(&mut memory);
+            ends[1].receive(&mut scattered).unwrap()
+        };
+        assert_eq!(send(&mut ends, 10), (10, true));
+        assert_eq!(receive(&mut ends, 4), (4, true));
+        assert_eq!(receive(&mut ends, 6), (6, true));
+        assert_eq!(send(&mut ends, 3), (3, true));
+        assert_eq!(receive(&mut ends, 16), (3, false));
+        let (sent, has_room) = send(&mut ends, data.len());
+        assert!(sent < data.len() && !has_room, "{sent} bytes found room");
+    }
+
     #[test]
     fn a_machine_is_silent_if_it_answers_no_probe() {
         let limit = Duration::from_secs(20);

@@ -282,6 +282,24 @@ fn a_server_that_is_back_is_not_late_with_resent_requests() {
     }
 }
 
+/// A server that serves nothing breaks many connections.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn breaks_of_useful_connections_have_more_lines_than_breaks_of_useless_ones() {
+    let (server, now) = (Server::start(MIB, FLAGS), Instant::now());
+    for (was_useful, lines) in [(true, 20), (false, 1)] {
+        let shared = shared(&server);
+        for number in 0..30 {
+            let expected = (number < lines).then_some(0);
+            assert_eq!(shared.permit_break(was_useful, now), expected, "{was_useful} {number}");
+        }
+        // Lines about a server that is away have the limit of useless connections.
+        assert_eq!(shared.permit_line(now), was_useful.then_some(0));
+        let left_out = shared.permit_break(was_useful, now + 60 * SECOND);
+        assert_eq!(left_out, Some(if was_useful { 10 } else { 30 }));
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn the_log_has_one_line_for_all_iothreads() {
