@@ -336,6 +336,27 @@ fn an_odd_image_stays_unchanged() {
     large.assert_unchanged(true, "data that is unaligned");
 }
 
+/// The clusters of a table that was read from elsewhere would count as leaked.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_table_without_a_cluster_of_its_own_ends_a_check() {
+    let Some(mut image) = Image::new(65_536, 16) else { return };
+    let leaked = image.clusters();
+    image.set_count(leaked, 1);
+    let (l1, counts) = (image.l1(), image.at(COUNTS));
+    for (what, at) in [("L1", L1), ("L2", l1), ("counts", COUNTS), ("a block of counts", counts)] {
+        // Without an entry there is no table.
+        let first = if [L1, COUNTS].contains(&at) { 0 } else { image.at(at) + 1024 };
+        for place in [first, image.at(at) + 512] {
+            let mut odd = Image { content: image.content.clone(), ..image };
+            set(&mut odd.content, at, place);
+            let (content, result) = odd.run_check(&BOUNDS);
+            result.unwrap();
+            assert!(content == odd.content, "{what} at {place}: something was changed");
+        }
+    }
+}
+
 /// Lowered counts stay, and the next check continues.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

@@ -155,7 +155,18 @@ fn discard_bytes(cluster: &Cluster, logical_block_bytes: u32) -> u32 {
 /// A connected handle of the image's cluster. It is not shared: when another client takes over the
 /// lock of an image, the cluster locks out the whole handle.
 fn connect(access: &RbdSpec, direct: bool) -> Result<Cluster, String> {
-    let id = access.id.as_deref().unwrap_or("admin");
+    let cluster = configure(access, direct)?;
+    cluster.connect().map_err(|error| not_connected(user_id(access), &error))?;
+    Ok(cluster)
+}
+
+fn user_id(access: &RbdSpec) -> &str {
+    access.id.as_deref().unwrap_or("admin")
+}
+
+/// Makes a handle with all its options, which is not connected.
+fn configure(access: &RbdSpec, direct: bool) -> Result<Cluster, String> {
+    let id = user_id(access);
     let user =
         c_text(&format!("client.{id}")).map_err(|error| format!("invalid id {id:?}: {error}"))?;
     let cluster =
@@ -195,7 +206,6 @@ fn connect(access: &RbdSpec, direct: bool) -> Result<Cluster, String> {
             .set(option, &value)
             .map_err(|error| format!("the Ceph library rejected its option {option:?}: {error}"))?;
     }
-    cluster.connect().map_err(|error| not_connected(id, &error))?;
     Ok(cluster)
 }
 
@@ -277,5 +287,142 @@ pub(super) fn no_lock(error: &io::Error) -> String {
              exclusive-lock`"
         ),
         _ => format!("its exclusive lock cannot be acquired: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::super::api::api;
+    use super::*;
+
+    /// The name of an image with this configuration. `None` without the libraries of Ceph.
+    fn image(conf: &Path, text: &str) -> Option<RbdSpec> {
+        if let Err(error) = api() {
+            eprintln!("skipped: {error}");
+            return None;
+        }
+        std::fs::write(conf, text).unwrap();
+        Some(RbdSpec { conf: Some(conf.to_owned()), ..RbdSpec::default() })
+    }
+
+    fn values<const N: usize>(image: &RbdSpec, direct: bool, names: [&CStr; N]) -> [String; N] {
+        let cluster = configure(image, direct).unwrap_or_else(|error| panic!("{error}"));
+        names.map(|name| cluster.get(name).unwrap())
+    }
+
+    /// An operation that was abandoned could be carried out after later ones, and an IoThread must
+    /// not wait, whatever the configuration of the machine says.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn operations_of_an_image_neither_time_out_nor_wait_for_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "[global]\nrados_osd_op_timeout = 5\nrados_mon_op_timeout = 5\n\
+                    objecter_inflight_ops = 7\nobjecter_inflight_op_bytes = 8192\n\
+                    rbd_non_blocking_aio = false\nclient_mount_timeout = 300\n";
+        let Some(image) = image(&folder.path().join("ceph.conf"), text) else { return };
+        let names = [
+            c"rados_osd_op_timeout",
+            c"rados_mon_op_timeout",
+            c"objecter_inflight_ops",
+            c"objecter_inflight_op_bytes",
+        ];
+        let found = values(&image, false, names);
+        assert!(found.iter().all(|value| value.parse() == Ok(0.0)), "{found:?}");
+        let [waits, mount] =
+            values(&image, false, [c"rbd_non_blocking_aio", c"client_mount_timeout"]);
+        assert_eq!((waits.as_str(), mount.parse()), ("true", Ok(20.0)));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn direct_access_switches_the_cache_off_and_otherwise_the_configuration_decides() {
+        let folder = tempfile::tempdir().unwrap();
+        let conf = folder.path().join("ceph.conf");
+        for (text, direct, cache, workers) in [
+            ("", false, "true", "1"),
+            ("", true, "false", "1"),
+            ("rbd_cache = false\nlibrados_thread_count = 5\n", false, "false", "5"),
+        ] {
+            let Some(image) = image(&conf, &format!("[global]\n{text}")) else { return };
+            let found = values(&image, direct, [c"rbd_cache", WORKERS]);
+            assert_eq!(found, [cache, workers], "{text:?}, {direct}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_user_has_the_key_in_the_file_that_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let [conf, keyring] = ["ceph.conf", "key"].map(|name| folder.path().join(name));
+        let text = "[client.admin]\nkeyring = /a\n[client.backup]\nkeyring = /b\n";
+        let Some(admin) = image(&conf, text) else { return };
+        let backup = RbdSpec { id: Some("backup".to_owned()), ..admin.clone() };
+        for (image, path) in [(&admin, "/a"), (&backup, "/b")] {
+            assert_eq!(values(image, false, [c"keyring"]), [path]);
+        }
+        let missing = RbdSpec { keyring: Some(keyring.clone()), ..backup };
+        let error = configure(&missing, false).map(drop).unwrap_err();
+        let named = keyring.display().to_string();
+        assert!(error.contains(&named) && error.contains("check keyring"), "{error}");
+        std::fs::write(&keyring, "").unwrap();
+        assert_eq!(values(&missing, false, [c"keyring"]), [named]);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_configuration_is_refused_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ceph.conf");
+        let Some(odd) = image(&path, "[global\nno configuration\n") else { return };
+        let missing = RbdSpec { conf: Some(folder.path().join("none")), ..odd.clone() };
+        let zero = RbdSpec { conf: Some(PathBuf::from("a\0b")), ..odd.clone() };
+        let id = RbdSpec { id: Some("a\0b".to_owned()), ..odd.clone() };
+        for (image, reason) in [
+            (odd, "is not a Ceph configuration"),
+            (missing, "cannot be read"),
+            (zero, "contains a zero byte"),
+            (id, "invalid id"),
+        ] {
+            let error = configure(&image, false).map(drop).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
+        // Without a path, the usual places count.
+        let (none, errno) = (RbdSpec::default(), io::Error::from_raw_os_error);
+        for (error, reason) in [(libc::EINVAL, "is not a Ceph"), (libc::ENOENT, "no readable Ceph")]
+        {
+            let error = no_conf(&none, &errno(error));
+            assert!(error.contains(reason) && error.contains("conf=PATH"), "{error}");
+        }
+    }
+
+    /// Each fault has its own remedy.
+    #[test]
+    fn failures_of_a_cluster_name_their_remedy() {
+        let snapshot = RbdSpec { snapshot: Some("yesterday".to_owned()), ..RbdSpec::default() };
+        let plain = RbdSpec::default();
+        let errno = io::Error::from_raw_os_error;
+        for (text, remedy) in [
+            (not_connected("a", &errno(libc::ETIMEDOUT)), "mon_host"),
+            (not_connected("a", &errno(libc::EACCES)), "check id and keyring"),
+            (not_connected("a", &errno(libc::EPERM)), "check id and keyring"),
+            (not_connected("a", &errno(libc::ENOENT)), "neither a key"),
+            (not_connected("a", &errno(libc::EIO)), "check its configuration"),
+            (no_pool(&plain, &errno(libc::ENOENT)), "ceph osd pool ls"),
+            (no_image(&plain, &errno(libc::ENOENT)), "`rbd ls` lists the existing images"),
+            (no_image(&snapshot, &errno(libc::ENOENT)), "no snapshot yesterday"),
+            (no_image(&plain, &errno(libc::EPERM)), "profile rbd"),
+            (no_image(&plain, &errno(libc::EIO)), "cannot be opened"),
+            (no_lock(&errno(libc::EROFS)), "another client holds its exclusive lock"),
+            (no_lock(&errno(libc::EINVAL)), "rbd feature enable"),
+            (no_lock(&errno(libc::EIO)), "cannot be acquired"),
+        ] {
+            assert!(text.contains(remedy), "{text}");
+        }
+        assert!(!no_pool(&plain, &errno(libc::EIO)).contains("ceph osd"));
+        assert_eq!(check_size(1024, 512), Ok(()));
+        assert!(check_size(0, 512).unwrap_err().contains("its size is zero"));
+        assert!(check_size(1024, 4096).unwrap_err().contains("not a multiple"));
     }
 }
