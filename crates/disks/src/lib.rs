@@ -44,6 +44,8 @@ pub mod spec;
 #[cfg(feature = "luks")]
 mod stable_tests;
 #[cfg(test)]
+mod test_log;
+#[cfg(test)]
 #[cfg(any(feature = "luks", feature = "nbd-tls"))]
 mod testing;
 

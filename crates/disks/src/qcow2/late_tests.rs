@@ -4,14 +4,15 @@ use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::process::Command;
 
-use blockio::disk::LateLock;
-use blockio::testing::RemoteStub;
+use blockio::disk::{DiskState, LateLock};
+use blockio::testing::{Call, HandOverFacts, RemoteStub};
 use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 use tempfile::TempDir;
 
 use super::core::Layer;
 use crate::qcow2::consistency::mark;
+use crate::test_log::{keep_log, log_of};
 
 const DISK_BYTES: usize = 4 << 20;
 const CLUSTER: usize = 4096;
@@ -275,6 +276,77 @@ fn the_size_of_an_image_on_a_server_is_checked() {
         assert_eq!((source.info().size_bytes, source.announced_bytes()), (now, size));
         lock.release(user).unwrap();
     }
+}
+
+/// The log has the reason, since a request gets only a number.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_reason_of_a_failed_request_is_logged_at_intervals() {
+    keep_log();
+    let Some(scene) = Scene::new(&[]) else { return };
+    let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+    let file = DiskSource::file(&scene.image, &options).unwrap();
+    let source = crate::qcow2::open(vec![Layer::qcow2(file).unwrap()], false).unwrap();
+    source.adopt_size(2 * DISK_BYTES as u64);
+    let disk = source.attach(scene.thread.io());
+    for _ in 0..3 {
+        let read = disk.read(DISK_BYTES as u64, Buffers::from_vec(vec![0; CLUSTER]));
+        scene.thread.block_on(read).unwrap().unwrap_err();
+    }
+    let lines = log_of(&scene.image.display().to_string());
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    let is_clear = lines[0].starts_with("ERROR") && lines[0].contains("goes beyond its end");
+    assert!(is_clear && lines[0].contains("qemu-img check"), "{lines:?}");
+}
+
+/// The front-end and the daemon see no difference to an image with one user.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_with_several_users_answers_as_with_one() {
+    for (options, len) in [
+        (&[][..], None),
+        (&["-o", "compat=0.10"], None),
+        (&["-o", "preallocation=metadata"], Some(DISK_BYTES as u64 / 2)),
+    ] {
+        let Some(scene) = Scene::new(options) else { return };
+        if let Some(len) = len {
+            std::fs::File::options().write(true).open(&scene.image).unwrap().set_len(len).unwrap();
+        }
+        let Process { source: late, lock } = scene.late();
+        lock.take(1).unwrap();
+        let options = DiskOptions { no_lock: true, holds_image: true, ..DiskOptions::default() };
+        let file = DiskSource::file(&scene.image, &options).unwrap();
+        let early = crate::qcow2::open(vec![Layer::qcow2(file).unwrap()], false).unwrap();
+        assert_eq!(late.info(), early.info());
+        assert_eq!(late.identity(), early.identity());
+        assert_eq!(late.chain_text(), early.chain_text());
+        assert!(late.chain_text().starts_with("qcow2"), "{}", late.chain_text());
+        assert_eq!(late.place(), early.place());
+        assert_eq!(late.abilities(), early.abilities());
+        assert_eq!(late.discard_bytes(), early.discard_bytes());
+        assert_eq!((late.warning(), late.warning().is_some()), (early.warning(), len.is_some()));
+        let [of_late, of_early] = [&late, &early].map(DiskSource::hand_over);
+        assert_eq!(of_late.is_flushed(), of_early.is_flushed());
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_image_with_several_users_passes_questions_and_orders_on() {
+    let Some((end, _)) = image_on_server() else { return };
+    let source =
+        crate::qcow2::open_late(vec![Layer::qcow2(end.clone().source()).unwrap()]).unwrap();
+    end.set_hand_over(HandOverFacts { is_written_back: false, ..HandOverFacts::default() });
+    assert!(source.hand_over().is_written_back(), "an image has tables to write");
+    assert_eq!(source.state(), DiskState::Ready);
+    end.set_away(true);
+    assert!(matches!(source.state(), DiskState::Away(_)));
+    end.set_away(false);
+    end.take_calls();
+    source.hand_over().write_back().unwrap();
+    source.hand_over().release_lock();
+    source.abandon();
+    assert_eq!(end.take_calls(), [Call::WriteBack, Call::ReleaseLock, Call::Abandon]);
 }
 
 /// A request repeats a look-up that other requests undo. Beyond the end none would succeed.
