@@ -8,6 +8,7 @@ mod flags;
 mod held;
 mod homes;
 mod large_reads;
+mod log_lines;
 mod messages;
 mod offers;
 mod rerouting;
