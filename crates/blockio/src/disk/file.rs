@@ -211,7 +211,7 @@ impl FileDisk {
         loss.check()
     }
 
-    fn count_failure(&self, memory: io::Result<Buffers>) -> io::Result<Buffers> {
+    pub(super) fn count_failure(&self, memory: io::Result<Buffers>) -> io::Result<Buffers> {
         memory.inspect_err(|_| self.io.stats().bounce.failed.add(1))
     }
 

@@ -159,6 +159,24 @@ fn misaligned_requests_take_no_more_memory_than_the_budget_has() {
 
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_lack_of_memory_fails_a_request_and_is_counted() {
+    // More than any machine has.
+    let bytes = 1 << 46;
+    let bounce = BounceConfig { budget_bytes: bytes, piece_bytes_max: bytes, ..Default::default() };
+    let thread = IoThread::new(&IoThreadConfig { bounce, ..Default::default() }).unwrap();
+    let file = temp_file(MIB);
+    let disk = open_unknown(file.path(), false).attach(thread.io());
+    let stats = &thread.io().stats().bounce;
+    let Kind::File(of_file) = &disk.kind else { panic!("it is no file") };
+    let failed = of_file.count_failure(Buffers::uninitialized(bytes, 4096, ()));
+    assert_eq!(failed.map(|_| ()).unwrap_err().raw_os_error(), Some(libc::ENOMEM));
+    assert_eq!(stats.failed.get(), 1);
+    assert!(of_file.count_failure(Buffers::uninitialized(4096, 4096, ())).is_ok());
+    assert_eq!((stats.failed.get(), stats.bytes.get()), (1, 0));
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
 fn many_requests_of_one_task_are_in_the_kernel_together() {
     for setup in SETUPS {
         let file = temp_file(MIB);

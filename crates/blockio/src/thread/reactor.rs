@@ -256,8 +256,11 @@ impl Reactor {
 mod tests {
     use std::cell::Cell;
 
+    use std::sync::Arc;
+
     use super::*;
-    use crate::executor::mailbox::NO_TASK;
+    use crate::config::{EngineKind, IoThreadConfig};
+    use crate::executor::mailbox::{Mailbox, NO_TASK};
 
     /// Counts the calls of its methods.
     #[derive(Default)]
@@ -283,6 +286,32 @@ mod tests {
         fn has_work(&self) -> bool {
             self.has_work.get()
         }
+    }
+
+    /// A loop with armed sources looks at their eventfds before it sleeps.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_source_whose_kick_cannot_be_watched_leaves_nothing() {
+        let config = IoThreadConfig { engine: EngineKind::Threads.into(), ..Default::default() };
+        let flags = rustix::event::EventfdFlags::NONBLOCK;
+        let kick = || rustix::event::eventfd(0, flags).unwrap();
+        let mut engine = Engine::new(&config, &Arc::new(Mailbox::new(kick()))).unwrap();
+        let mut reactor = Reactor::default();
+        let mut add = |reactor: &mut Reactor, kick: OwnedFd| {
+            let source = Rc::new(CallCounts::default());
+            reactor.add(&mut engine, source, Some((kick, Interest::Readable)), NO_TASK)
+        };
+        // No regular file can be watched.
+        let file = || tempfile::tempfile().unwrap().into();
+        assert!((0..3).all(|_| add(&mut reactor, file()).is_err()));
+        assert!(!reactor.has_armed());
+        let ids = [(); 2].map(|()| add(&mut reactor, kick()).unwrap().0);
+        assert_eq!((ids, reactor.sources.len()), ([0, 1], 2));
+        assert!(!reactor.has_armed(), "a source starts disarmed");
+        reactor.arm(None, &mut Vec::new());
+        assert!(reactor.has_armed());
+        ids.into_iter().for_each(|id| reactor.remove(&mut engine, SourceId(id)));
+        assert!(!reactor.has_armed());
     }
 
     /// The peer of a notified source reacts soon. A loop that polls must see that, or it spins to

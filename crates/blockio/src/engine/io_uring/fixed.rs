@@ -147,6 +147,19 @@ mod tests {
     use crate::engine::kernel::abi::Setup;
     use iomem::Buffers;
 
+    /// The kernel's table of files has this many places.
+    #[test]
+    fn each_file_has_an_index_of_its_own_until_all_are_taken() {
+        let mut files = FixedFiles::default();
+        let taken: Vec<u32> = std::iter::from_fn(|| files.take_index()).collect();
+        assert_eq!(taken, Vec::from_iter(0..FILES_MAX));
+        assert_eq!(files.take_index(), None);
+        for index in [7, FILES_MAX - 1, 3] {
+            files.give_back(index);
+        }
+        assert_eq!([(); 4].map(|()| files.take_index()), [Some(3), Some(7), Some(255), None]);
+    }
+
     #[test]
     fn memory_is_found_by_all_of_its_bytes() {
         let piece = |start, len, index| Piece { start, len, index, uses: 1 };
