@@ -222,6 +222,38 @@ mod tests {
         assert!(error.contains("write ./disk.img"), "{error}");
     }
 
+    #[test]
+    #[cfg(feature = "luks")]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_encrypted_disk_discards_only_if_its_name_says_so() {
+        use crate::luks::tests::{PASSPHRASE, header, image};
+
+        let (file, key) =
+            (image(&header(|_| ()), 1 << 20), tempfile::NamedTempFile::new().unwrap());
+        std::fs::write(key.path(), PASSPHRASE).unwrap();
+        let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let (key, file) = (key.path().display(), file.path().display());
+        let below = open(&file.to_string(), &options).unwrap().abilities().discard;
+        for (discard, is_allowed) in [("", false), (",discard=on", true), (",discard=off", false)] {
+            let name = format!("luks,key-file={key}{discard},over={file}");
+            let source = open(&name, &options).unwrap();
+            assert_eq!(source.abilities().discard, is_allowed && below, "{name}");
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "rbd")]
+    fn an_image_in_a_cluster_gets_the_options_of_the_caller() {
+        for (logical, read_only, reason) in
+            [(Some(100), true, "100"), (None, false, "a snapshot can only be read")]
+        {
+            let options =
+                DiskOptions { logical_block_bytes: logical, read_only, ..DiskOptions::default() };
+            let error = open("rbd:pool/image@snapshot", &options).err().unwrap();
+            assert!(format!("{error:#}").contains(reason), "{error:#}");
+        }
+    }
+
     /// A late lock is for the image alone: its backing files are locked when they are opened.
     #[test]
     #[cfg(feature = "qcow2")]

@@ -346,6 +346,12 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn an_image_shows_its_name_in_a_chain() {
+        assert_eq!(source(&fake(), false).chain_text(), "rbd image");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
     fn only_an_image_that_is_written_to_gets_another_size_of_whole_blocks() {
         let snapshot = RbdSpec { snapshot: Some("snapshot".to_owned()), ..RbdSpec::default() };
         for (image, read_only, bytes, refused) in [

@@ -18,7 +18,7 @@ const AREA_OFFSET: usize = 32_768;
 /// The start of the data.
 pub(crate) const DATA_OFFSET: u64 = 65_536;
 const STRIPES: usize = 3;
-const PASSPHRASE: &[u8] = b"passphrase";
+pub(crate) const PASSPHRASE: &[u8] = b"passphrase";
 const MIB: u64 = 1 << 20;
 
 fn volume_key() -> Vec<u8> {
@@ -183,6 +183,29 @@ fn a_header_with_forbidden_values_is_refused() {
         });
         check_refused(&start, expected);
     }
+}
+
+/// The area of a slot has the key of the disk in stripes, and may be encrypted with a shorter key.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_key_of_a_slot_may_be_shorter_than_that_of_the_disk() {
+    let mut start = header(|metadata| metadata["keyslots"]["0"]["area"]["key_size"] = json!(32));
+    let area = &mut start[AREA_OFFSET..AREA_OFFSET + 512];
+    for (direction, bytes) in [(Direction::Decrypt, 64), (Direction::Encrypt, 32)] {
+        let slot_key = Cipher::new(&Hash::Sha256.pbkdf2(PASSPHRASE, &[7; 32], 1, bytes)).unwrap();
+        slot_key.run(direction, area, 512, 0);
+    }
+    let source = open(&start).unwrap();
+    assert_eq!(source.info().size_bytes, MIB - DATA_OFFSET);
+}
+
+/// The error names the layer, since several may lie over one file.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_refusal_names_the_layer_and_the_disk_below() {
+    let file = image(&[0; 4096], MIB);
+    let error = crate::luks::open(below(&file), &options(false)).unwrap_err().to_string();
+    assert!(error.contains(&format!("LUKS on {}", below(&file).chain_text())), "{error}");
 }
 
 /// The first slot opens the disk, with any use of the second one.

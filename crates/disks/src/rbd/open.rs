@@ -383,7 +383,7 @@ mod tests {
             (odd, "is not a Ceph configuration"),
             (missing, "cannot be read"),
             (zero, "contains a zero byte"),
-            (id, "invalid id"),
+            (id, "invalid id \"a\\0b\": Invalid argument"),
         ] {
             let error = configure(&image, false).map(drop).unwrap_err();
             assert!(error.contains(reason), "{error}");

@@ -78,6 +78,31 @@ fn positions_and_the_end_of_data_follow_the_header() {
     assert!(std::fs::read(file.path()).unwrap() == written, "nothing was written beyond the end");
 }
 
+/// Other programs read the same data: each sector is encrypted on its own, at a position in units
+/// of 512 bytes.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn each_sector_of_a_long_request_has_its_own_position() {
+    let (bytes, offset) = (8 * CHUNK_BYTES, 8192);
+    for sector in [512, 1024, 4096] {
+        let start = header(|metadata| metadata["segments"]["0"]["sector_size"] = json!(sector));
+        let file = image(&start, MIB);
+        let source = crate::luks::open(below(&file), &options(false)).unwrap();
+        let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+        let disk = source.attach(thread.io());
+        thread.block_on(disk.write(offset, filled(bytes), true)).unwrap().unwrap();
+        let mut expected = filled(bytes).to_vec();
+        let cipher = Cipher::new(&volume_key()).unwrap();
+        let positions = (offset / 512..).step_by(sector / 512);
+        for (sector_data, position) in expected.chunks_mut(sector).zip(positions) {
+            cipher.run(Direction::Encrypt, sector_data, sector, position);
+        }
+        let at = usize::try_from(DATA_OFFSET + offset).unwrap();
+        let written = std::fs::read(file.path()).unwrap();
+        assert!(written[at..at + bytes] == expected, "sectors of {sector} bytes");
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn discards_are_passed_on_only_if_allowed() {
