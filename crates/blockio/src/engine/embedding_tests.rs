@@ -36,6 +36,29 @@ fn wait_readable(thread: &IoThread) -> bool {
     poll(&mut [PollFd::new(thread, PollFlags::IN)], Some(&limit)).unwrap() > 0
 }
 
+/// A program that waits for the descriptor alone would miss the timer.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_timer_of_a_task_is_a_deadline_until_its_turn() {
+    for engine in ENGINES {
+        let thread = thread(engine);
+        let io = Rc::clone(thread.io());
+        turn_until_idle(&thread);
+        assert_eq!((thread.work_deadline(), thread.deadline()), (None, None), "{engine}");
+        let when = crate::clock::now() + std::time::Duration::from_secs(3600);
+        io.spawn({
+            let io = Rc::clone(&io);
+            async move {
+                io.wake_me_at(when);
+                io.suspend().await;
+            }
+        });
+        turn_until_idle(&thread);
+        let deadlines = (thread.work_deadline(), thread.deadline());
+        assert_eq!(deadlines, (Some(when), Some(when)), "{engine}");
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn calls_between_turns_are_announced_after_a_block_on() {

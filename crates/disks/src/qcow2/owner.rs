@@ -532,12 +532,46 @@ mod tests {
                 assert!(owner.place_concurrently(&second).await.unwrap());
                 end.set_silent(false);
                 assert!(commit.await.unwrap());
+                // A look-up covers both, but only one of them may be used.
+                let first_part = first.start..first.start + 512;
+                let second_part = second.start..second.start + 512;
+                assert!(owner.try_look_up(&first_part).await.unwrap());
+                assert!(!owner.try_look_up(&second_part).await.unwrap());
                 let changes = &owner.changes;
                 let are_uncommitted = [first, second].map(|range| changes.is_uncommitted(&range));
                 send.send((are_uncommitted, changes.are_committed()));
             });
         });
         assert_eq!(found.wait(), Some(([false, true], false)));
+    }
+
+    /// Reads of a backing file go straight to it, up to its last byte.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn all_bytes_of_a_backing_file_have_their_places() {
+        const BYTES: u64 = 1 << 20;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2", "-u", "-F", "raw", "-b", "below"]);
+        if create.arg(file.path()).arg("2M").status().is_err() {
+            eprintln!("skipped: qemu-img is not installed");
+            return;
+        }
+        let options = DiskOptions { holds_image: true, ..DiskOptions::default() };
+        let top = Layer::qcow2(DiskSource::file(file.path(), &options).unwrap()).unwrap();
+        let below = RemoteStub::new(&vec![7; usize::try_from(BYTES).unwrap()]);
+        let (_, source) = open_image(vec![top, Layer::raw(below.source())], false).unwrap();
+        let (send, found) = oneshot::channel();
+        source.image.owner.post(move |io| {
+            let owner = OWNER.with_borrow(Clone::clone).unwrap();
+            io.spawn(async move {
+                owner.look_up(0..2 * BYTES).await.unwrap();
+                let place = |at| owner.core.table.run(at, 512).place;
+                send.send([0, BYTES - 512, BYTES].map(place));
+            });
+        });
+        let data = |offset| Place::Data { layer: 1, offset, writable: false };
+        assert_eq!(found.wait(), Some([data(0), data(BYTES - 512), Place::Zero]));
     }
 
     /// A look-up covers less than a cluster here. A kill would lose data in a place that no table

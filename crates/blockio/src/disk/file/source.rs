@@ -404,6 +404,19 @@ mod tests {
             assert!(check_zones(zoned).is_ok(), "{zoned}");
         }
     }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn only_a_file_can_be_resized() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let (mut source, _) = FileSource::open(file.path(), &DiskOptions::default()).unwrap();
+        for is_block_device in [false, true] {
+            source.is_block_device = is_block_device;
+            assert_eq!(source.abilities().resize, !is_block_device);
+        }
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_passed_file_is_used_only_if_its_mode_and_type_fit() {

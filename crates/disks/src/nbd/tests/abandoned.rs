@@ -71,3 +71,24 @@ fn requests_to_a_server_without_answers_fail() {
     assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
     assert_eq!(Running::write(&thread, &disk, 0, 2).end(&thread), Some(libc::EIO));
 }
+
+/// The wait for the server's changes ends with the disk, and not at its next tick.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_last_user_of_a_disk_ends_the_waits_for_abandoned_connections() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
+    let write = Running::write(&thread, &disk, 0, 1);
+    wait_for(&thread, &server, Event::Request(0, WRITE));
+    server.send_garbage();
+    wait_for(&thread, &server, Event::HalfClosed(0));
+    assert_eq!(read(&thread, &disk, 8192), 0, "on another connection");
+    assert!(write.0.get().is_none() && source.hand_over().may_still_change());
+    source.abandon();
+    assert_eq!(write.end(&thread), Some(libc::EIO));
+    drop((disk, source));
+    while thread.turn(blockio::Wait::Never).unwrap() == blockio::Activity::Ready {}
+    assert_eq!(thread.io().tasks(), 0, "a task waits for the server");
+}
