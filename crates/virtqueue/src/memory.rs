@@ -9,12 +9,14 @@
 mod dirty_log;
 mod local;
 mod map;
+mod shadows;
 mod table;
 mod translator;
 
 pub use dirty_log::{DirtyLog, QueueLog};
 pub use local::LocalMemory;
 pub use map::GuestMemory;
+pub(crate) use shadows::Shadows;
 pub(crate) use table::{DESC_F_INDIRECT, DESCRIPTOR_BYTES, Descriptor};
 pub use table::{MAX_INDIRECT_ENTRIES, MAX_QUEUE_SIZE};
 pub use translator::AnswerPlace;

@@ -5,8 +5,9 @@ use std::sync::{Arc, Weak};
 
 use iomem::WeakMemory;
 
+use crate::chain::Chain;
 use crate::error::QueueError;
-use crate::memory::{DirtyLog, GuestMemory, LocalMemory, QueueLog, Translator};
+use crate::memory::{DirtyLog, GuestMemory, LocalMemory, QueueLog, Shadows, Translator};
 
 /// The memory of a queue, and its log.
 #[derive(Debug)]
@@ -20,6 +21,8 @@ pub(crate) struct QueueMemory {
     log: Option<QueueLog>,
     /// Maps that were replaced, which chains may still have.
     earlier: Vec<EarlierMap>,
+    /// Copies of requests with logged writes, in a debug build.
+    shadows: Shadows,
 }
 
 /// A map that goes away with its last chain.
@@ -31,7 +34,13 @@ struct EarlierMap {
 
 impl QueueMemory {
     pub(crate) fn new(translator: Translator) -> Self {
-        Self { translator, prefetch: true, log: None, earlier: Vec::new() }
+        Self {
+            translator,
+            prefetch: true,
+            log: None,
+            earlier: Vec::new(),
+            shadows: Shadows::default(),
+        }
     }
 
     /// The present map.
@@ -50,7 +59,7 @@ impl QueueMemory {
         let answer_place = self.translator.answer_place();
         let before = std::mem::replace(&mut self.translator, translator);
         self.translator.set_answer_place(answer_place);
-        self.map().set_log(self.log_of_data());
+        self.map().set_log(self.log_of_data(), &self.shadows);
         let before = before.memory();
         let (map, lists) = (Arc::downgrade(before.shared()), before.lists().downgrade());
         self.earlier.retain(|earlier| earlier.map.strong_count() > 0);
@@ -68,10 +77,14 @@ impl QueueMemory {
     /// previous log is not touched afterwards.
     pub(crate) fn set_log(&mut self, log: Option<QueueLog>) {
         self.log = log;
-        self.map().set_log(self.log_of_data());
+        if self.log_of_data().is_none() {
+            self.shadows.clear();
+        }
+        self.map().set_log(self.log_of_data(), &self.shadows);
         for EarlierMap { map, lists } in &self.earlier {
             if let (Some(map), Some(lists)) = (map.upgrade(), lists.upgrade()) {
-                LocalMemory::from_parts(map, lists).set_log(self.log_of_data());
+                let earlier = LocalMemory::from_parts(map, lists);
+                earlier.set_log(self.log_of_data(), &self.shadows);
             }
         }
     }
@@ -79,6 +92,24 @@ impl QueueMemory {
     /// The log of writes through the buffers of chains.
     fn log_of_data(&self) -> Option<&Arc<DirtyLog>> {
         self.log.as_ref().filter(|log| log.marks_data).map(|log| &log.log)
+    }
+
+    /// Begins to check that all writes of a chain, which was popped, are marked. Debug builds alone
+    /// do.
+    pub(crate) fn begin_check(&self, chain: &Chain) {
+        if self.log_of_data().is_some() {
+            self.shadows.begin(chain.head, &chain.writable, chain.memory.shared());
+        }
+    }
+
+    /// Ends the check of a chain: each of its writes has a mark.
+    pub(crate) fn check_marks(&self, head: u16) {
+        self.shadows.check(head);
+    }
+
+    /// Ends the check of a chain that is given back to the ring.
+    pub(crate) fn end_check(&self, head: u16) {
+        self.shadows.end(head);
     }
 
     /// Marks `bytes` bytes from `offset` on of the used ring, or of a packed ring's device events,

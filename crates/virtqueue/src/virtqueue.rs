@@ -110,12 +110,21 @@ impl Virtqueue {
     /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueError> {
-        either!(self, pop())
+        let popped = either!(self, pop());
+        if cfg!(debug_assertions)
+            && let Ok(Some(chain)) = &popped
+        {
+            self.memory().begin_check(chain);
+        }
+        popped
     }
 
     /// Gives the chain that was popped last back to the ring. The next pop returns it again. It
     /// must not be a chain that an earlier process had taken.
     pub fn put_back(&mut self, head: u16) {
+        if cfg!(debug_assertions) {
+            self.memory().end_check(head);
+        }
         match self {
             Split(queue) => queue.put_back(),
             Packed(queue) => queue.put_back(head),
@@ -147,9 +156,13 @@ impl Virtqueue {
     ///
     /// # Panics
     ///
-    /// If the device does not hold this chain.
+    /// If the device does not hold this chain. In a debug build also if a byte of its buffers was
+    /// written without a mark in the log.
     #[inline]
     pub fn push(&mut self, head: u16, written_bytes: u32) {
+        if cfg!(debug_assertions) {
+            self.memory().check_marks(head);
+        }
         either!(self, push(head, written_bytes));
     }
 
@@ -252,6 +265,13 @@ impl Virtqueue {
     #[inline]
     pub fn in_device(&self) -> u16 {
         either!(self, in_device())
+    }
+
+    fn memory(&self) -> &QueueMemory {
+        match self {
+            Split(queue) => &queue.memory,
+            Packed(queue) => &queue.memory,
+        }
     }
 
     /// Sets, replaces or removes the log of writes.

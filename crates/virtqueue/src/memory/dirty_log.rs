@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use iomem::WriteLog;
 
 use super::map::{GuestMemory, to_usize};
+use super::shadows::Shadows;
 use crate::death::before_store;
 use crate::error::MemoryError;
 
@@ -94,12 +95,17 @@ pub struct QueueLog {
 pub(super) struct HostWrites {
     pub(super) map: Arc<GuestMemory>,
     pub(super) log: Arc<DirtyLog>,
+    pub(super) shadows: Shadows,
 }
 
 impl WriteLog for HostWrites {
     fn wrote(&self, start: *const u8, bytes: usize) {
         let addr = self.map.guest_addr_of_host(start);
-        self.log.mark(addr.expect("lists have ranges of their map alone"), bytes);
+        let addr = addr.expect("lists have ranges of their map alone");
+        self.log.mark(addr, bytes);
+        if cfg!(debug_assertions) {
+            self.shadows.take_over(&self.map, addr, bytes);
+        }
     }
 }
 

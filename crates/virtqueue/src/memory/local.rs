@@ -9,6 +9,7 @@ use libc::iovec;
 
 use super::dirty_log::{DirtyLog, HostWrites};
 use super::map::{GuestMemory, HostRegion, to_usize};
+use super::shadows::Shadows;
 
 /// A thread's own counted reference to a [`GuestMemory`], and the owner for lists of its ranges. A
 /// clone costs no atomic operation.
@@ -34,11 +35,11 @@ impl LocalMemory {
     }
 
     /// Sets, replaces or removes the log that marks writes through lists of this map, existing ones
-    /// too.
-    pub(crate) fn set_log(&self, log: Option<&Arc<DirtyLog>>) {
+    /// too. A debug build lets `shadows` follow the marks.
+    pub(crate) fn set_log(&self, log: Option<&Arc<DirtyLog>>, shadows: &Shadows) {
         let writes = log.map(|log| {
-            let (map, log) = (Arc::clone(&self.0.map), Arc::clone(log));
-            Rc::new(HostWrites { map, log }) as Rc<dyn WriteLog>
+            let (map, log, shadows) = (Arc::clone(&self.0.map), Arc::clone(log), shadows.clone());
+            Rc::new(HostWrites { map, log, shadows }) as Rc<dyn WriteLog>
         });
         self.0.memory.set_log(writes);
     }
