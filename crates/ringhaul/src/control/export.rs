@@ -1014,6 +1014,26 @@ pub(super) mod tests {
         }
         assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
     }
+    /// The file system of a disk may hang after its guest has left.
+    #[test]
+    fn an_export_is_handed_over_with_the_state_of_the_guest_that_has_left() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut export = Scene::new(Endpoint::Connection(ours)).export();
+        let turns = Arc::new(GuestTurns::new(export.setup.device.clone(), Arc::default()));
+        export.turns = Some(Arc::clone(&turns));
+        let describe = |export: &Export| export.describe(&mut PassedFds::default()).map(drop);
+        turns.take(1).unwrap();
+        let refused = describe(&export).unwrap_err();
+        assert!(matches!(refused, CommandError::NotNow(_)), "{refused:?}");
+        assert!(refused.to_string().contains("the state of the guest that has left"), "{refused}");
+        export.begin_pause();
+        assert!(!export.has_paused());
+        turns.release(1).unwrap();
+        assert!(export.has_paused());
+        export.begin_resume();
+        describe(&export).unwrap();
+    }
+
     /// The guest may be about to continue on another host, without the lost data.
     #[test]
     fn a_lock_that_a_loss_keeps_is_not_released_for_another_process() {

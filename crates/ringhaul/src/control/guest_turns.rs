@@ -1,6 +1,7 @@
 //! The turns of guests at an export whose guest may move to another host: the locks of its disks,
 //! the files of their reservations, and the state of its logical units.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 
@@ -13,6 +14,10 @@ use vhost_user::RunLock;
 use super::disk_locks::DiskLocks;
 use crate::spec::UnitPlace;
 
+/// The wait for the end of a turn.
+pub(super) const KEEPS_STATE: &str =
+    "the state of the guest that has left is not kept yet, because a file system does not answer";
+
 /// The turns of the guests of an export.
 pub(crate) struct GuestTurns {
     device: Device,
@@ -21,7 +26,7 @@ pub(crate) struct GuestTurns {
     /// held before it.
     turn: Lock<Turn>,
     /// Changed only by a holder of the turn's lock, and never held while waiting.
-    states: Lock<TurnStates>,
+    states: Lock<States>,
 }
 
 #[derive(Default)]
@@ -29,6 +34,15 @@ struct Turn {
     users: Turns,
     /// The highest number of a user with a turn that has begun.
     begun: u64,
+}
+
+#[derive(Default)]
+struct States {
+    present: TurnStates,
+    /// Users with a turn that has begun and a state that is not kept yet.
+    users: BTreeSet<u64>,
+    /// True while another process continues with the states.
+    are_handed_over: bool,
 }
 
 /// The states between two turns.
@@ -53,6 +67,8 @@ pub(crate) enum TurnError {
          data may be lost, and the log has the reason"
     )]
     NoGuest,
+    #[error("another process takes over; try again")]
+    HandingOver,
 }
 
 impl GuestTurns {
@@ -70,7 +86,7 @@ impl GuestTurns {
         if turn.users.holder().is_some() {
             return Err(TurnError::Running);
         }
-        let TurnStates { left, next } = self.states.lock().clone();
+        let TurnStates { left, next } = self.states.lock().present.clone();
         if let Some(next) = next {
             return Ok(next);
         }
@@ -86,22 +102,36 @@ impl GuestTurns {
     }
 
     /// Drops a loaded state if its guest does not come.
-    pub(crate) fn forget(&self) {
+    ///
+    /// # Errors
+    ///
+    /// If another process takes over.
+    pub(crate) fn forget(&self) -> Result<(), TurnError> {
         let _turn = self.turn.lock();
-        self.states.lock().next = None;
+        self.set_next(None)
+    }
+
+    /// Sets the state of the next turn. The wait for the lock of the turn may be as long as a
+    /// hand-over.
+    fn set_next(&self, next: Option<MovedState>) -> Result<(), TurnError> {
+        let mut states = self.states.lock();
+        if states.are_handed_over {
+            return Err(TurnError::HandingOver);
+        }
+        states.present.next = next;
+        Ok(())
     }
 
     /// Has the next turn begin with a state.
     ///
     /// # Errors
     ///
-    /// If a guest has the turn, or the state is of another device.
+    /// If a guest has the turn, the state is of another device, or another process takes over.
     pub(crate) fn load(&self, state: MovedState) -> anyhow::Result<()> {
         let turn = self.turn.lock();
         anyhow::ensure!(turn.users.holder().is_none(), TurnError::Running);
         self.device.check_moved(&state)?;
-        self.states.lock().next = Some(state);
-        Ok(())
+        Ok(self.set_next(Some(state))?)
     }
 
     /// Calls `change`, which changes a disk or adds one, while no turn begins or ends. Its
@@ -125,14 +155,28 @@ impl GuestTurns {
         &self.locks
     }
 
-    /// The states for the next process. Does not wait.
+    /// Returns true if the states of guests are kept, except for one whose turn continues if
+    /// `has_turn`. Does not wait.
+    pub(super) fn are_settled(&self, has_turn: bool) -> bool {
+        self.states.lock().users.len() <= usize::from(has_turn)
+    }
+
+    /// The states for the next process, which do not change until [`resume`](Self::resume). Does
+    /// not wait.
     pub(super) fn hand_over(&self) -> TurnStates {
-        self.states.lock().clone()
+        let mut states = self.states.lock();
+        states.are_handed_over = true;
+        states.present.clone()
+    }
+
+    /// Continues with the states after a hand-over that failed.
+    pub(super) fn resume(&self) {
+        self.states.lock().are_handed_over = false;
     }
 
     /// Continues with the states of an earlier process.
     pub(super) fn take_over(&self, states: TurnStates) {
-        *self.states.lock() = states;
+        self.states.lock().present = states;
     }
 
     /// The device of the guests.
@@ -148,7 +192,7 @@ impl GuestTurns {
         }
         let accesses = self.accesses();
         let begun = accesses.iter().try_for_each(|access| access.begin_use(user));
-        let next = self.states.lock().next.clone();
+        let next = self.states.lock().present.next.clone();
         let begun = begun.map_err(io::Error::other).and_then(|()| match &next {
             Some(state) => self.device.continue_moved(state).map_err(|error| {
                 let text = format!("cannot continue with the loaded state: {error}");
@@ -169,7 +213,9 @@ impl GuestTurns {
         }
         turn.users.begin(user, ());
         turn.begun = turn.begun.max(user);
-        *self.states.lock() = TurnStates::default();
+        let mut states = self.states.lock();
+        states.present = TurnStates::default();
+        states.users.insert(user);
         Ok(())
     }
 
@@ -190,7 +236,7 @@ impl GuestTurns {
     fn keep_left(&self, user: u64, left: Option<MovedState>) {
         let turn = self.turn.lock();
         if left.is_some() && turn.users.holder().is_none() && turn.begun <= user {
-            self.states.lock().left = left;
+            self.states.lock().present.left = left;
         }
     }
 
@@ -212,9 +258,12 @@ impl RunLock for GuestTurns {
 
     fn release(&self, user: u64) -> io::Result<()> {
         let left = self.end(user);
-        self.locks.release(user)?;
-        self.keep_left(user, left);
-        Ok(())
+        let released = self.locks.release(user);
+        if released.is_ok() {
+            self.keep_left(user, left);
+        }
+        self.states.lock().users.remove(&user);
+        released
     }
 }
 
@@ -289,8 +338,9 @@ pub(crate) mod tests {
         assert_eq!(other.hand_over(), TurnStates::default());
         to.load(state.clone()).unwrap();
         assert_eq!(to.save().unwrap(), state, "it can be taken elsewhere");
-        to.forget();
+        to.forget().unwrap();
         assert!(to.hand_over() == TurnStates::default() && to.save().is_err());
+        to.resume();
         to.load(state.clone()).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref(), "it comes later");
         to.device.reset();
@@ -302,6 +352,44 @@ pub(crate) mod tests {
         to.device.reset();
         to.take(3).unwrap();
         assert_ne!(Some(&state), to.device.moved_state().unwrap().as_ref());
+    }
+
+    /// The lock of a turn may be held for a file system that does not answer.
+    #[test]
+    fn a_state_that_waits_while_another_process_takes_over_is_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let [disk, file] = ["disk", "file"].map(|name| folder.path().join(name));
+        std::fs::write(&disk, [0; 4096]).unwrap();
+        let [from, to] = ["a", "a"].map(|serial| host(&disk, &file, serial));
+        assert!(from.are_settled(false), "there was no guest");
+        from.device.set_features(1 << 32).unwrap();
+        from.take(1).unwrap();
+        assert!(!from.are_settled(false) && from.are_settled(true), "its turn continues");
+        std::thread::scope(|scope| {
+            let released = from.with_turn(|_| {
+                let released = scope.spawn(|| from.release(1));
+                assert!(!from.are_settled(false), "its state is not kept yet");
+                released
+            });
+            released.join().unwrap().unwrap();
+        });
+        assert!(from.are_settled(false));
+        let state = from.save().unwrap();
+        assert_eq!(from.hand_over().left.as_ref(), Some(&state));
+
+        std::thread::scope(|scope| {
+            let load = || scope.spawn(|| refusal(to.load(state.clone())));
+            let waiting = to.with_turn(|_| {
+                let waiting = load();
+                assert_eq!(to.hand_over(), TurnStates::default());
+                waiting
+            });
+            assert!(waiting.join().unwrap().contains("takes over"), "the next process lacks it");
+        });
+        assert_eq!(to.forget(), Err(TurnError::HandingOver));
+        to.resume();
+        to.load(state.clone()).unwrap();
+        assert_eq!(to.hand_over().next, Some(state));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use device::oneshot;
 use vhost_user::{PassedFds, Session};
 
 use super::export::Export;
+use super::guest_turns::KEEPS_STATE;
 use super::hand_over_state::{ExportProgress, HandedDisk, HandedExport, Paused};
 use super::order::{Answered, ExportSetup, OrderKind};
 use crate::socket::Endpoint;
@@ -97,7 +98,7 @@ impl Export {
         })
     }
 
-    /// Refuses a hand-over if queues would not stop.
+    /// Refuses a hand-over if queues would not stop, or the state of a guest would be lost.
     pub(super) fn check_disks(&self) -> Answered<()> {
         let name = self.spec.name();
         // A disk that may have lost data may also be in one of these states.
@@ -113,6 +114,8 @@ impl Export {
                 "failed requests of {name} wait for their retry, and its front-end keeps no \
                  inflight region to hand them over; try again when the disk accepts them"
             )
+        } else if self.session.is_none() && self.keeps_state() {
+            format!("cannot hand {name} over now: {KEEPS_STATE}; try again when it answers")
         } else {
             return Ok(());
         };
@@ -148,12 +151,21 @@ impl Export {
 
     /// Returns true if the export is at rest until it resumes.
     pub(super) fn has_paused(&self) -> bool {
-        self.is_handing_over && self.session.as_ref().is_none_or(Session::is_paused)
+        let is_paused = self.session.as_ref().is_none_or(Session::is_paused);
+        self.is_handing_over && is_paused && !self.keeps_state()
+    }
+
+    /// Returns true while the state of a guest that has left is being kept: the next process must
+    /// have it.
+    pub(super) fn keeps_state(&self) -> bool {
+        let has_turn = self.session.as_ref().is_some_and(Session::passes_lock);
+        self.turns.as_ref().is_some_and(|turns| !turns.are_settled(has_turn))
     }
 
     /// Begins to resume.
     pub(super) fn begin_resume(&mut self) {
         self.is_handing_over = false;
+        self.turns.iter().for_each(|turns| turns.resume());
         self.endpoint.iter_mut().for_each(Endpoint::keep);
         self.keep_session();
         self.session.iter_mut().for_each(Session::begin_resume);

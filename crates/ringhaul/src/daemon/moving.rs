@@ -25,7 +25,7 @@ impl Daemon {
         let turns = self.control.guest_turns(export.clone(), true)?;
         let loading = || format!("cannot load the state of a guest into {export}");
         if state.is_null() {
-            turns.forget();
+            turns.forget().map_err(|_| CommandError::HandingOver)?;
             tracing::info!(export, "the loaded state is dropped");
             return Ok(Reply::StateLoaded);
         }
@@ -33,6 +33,7 @@ impl Daemon {
         let loaded = turns.load(state.map_err(CommandError::Invalid)?);
         loaded.with_context(loading).map_err(|error| match error.downcast_ref() {
             Some(TurnError::Running) => CommandError::NotNow(error),
+            Some(TurnError::HandingOver) => CommandError::HandingOver,
             _ => CommandError::Invalid(error),
         })?;
         tracing::info!(export, "the next guest continues with the state that is loaded");

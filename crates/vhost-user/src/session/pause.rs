@@ -26,6 +26,12 @@ impl Session {
         matches!(self.stage, Stage::Paused)
     }
 
+    /// Returns true if another process that continues the session inherits its
+    /// [lock](crate::RunLock).
+    pub fn passes_lock(&self) -> bool {
+        self.connection.passes_lock()
+    }
+
     /// Ends a pause, or cancels one that was to come.
     pub fn begin_resume(&mut self) {
         self.channel.lend(false);

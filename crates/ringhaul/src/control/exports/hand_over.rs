@@ -8,6 +8,7 @@ use vhost_user::PassedFds;
 
 use super::Exports;
 use crate::control::export::Export;
+use crate::control::guest_turns::KEEPS_STATE;
 use crate::control::hand_over::HandOver;
 use crate::control::hand_over_state::{Described, ExportProgress, Paused};
 use crate::control::order::{Answered, ExportSetup};
@@ -84,7 +85,11 @@ impl Exports {
     /// Describes the unfinished work of the exports for which `is_done` is false.
     fn unfinished_error(&self, is_done: impl Fn(&Export) -> bool) -> CommandError {
         let others = self.list.iter().filter(|export| !is_done(export));
-        let left = others.map(|export| format!("{}: {}", export.name(), export.unfinished_work()));
+        let work = |export: &Export| match export.keeps_state() {
+            true => KEEPS_STATE.to_owned(),
+            false => export.unfinished_work(),
+        };
+        let left = others.map(|export| format!("{}: {}", export.name(), work(export)));
         CommandError::NotPaused(left.collect::<Vec<_>>().join(", "))
     }
 
