@@ -59,6 +59,8 @@ pub(super) struct Connection {
     /// True until that region is in a kept state.
     pub(super) own_region_is_new: bool,
     pub(super) keeps_own_region: bool,
+    /// True after a reset, until the accounts in the regions are forgotten.
+    pub(super) has_stale_accounts: bool,
     /// The log of written pages, if the front-end has sent one.
     pub(super) log: Option<WriteLog>,
     /// True if the front-end asks for marks of all written pages.
@@ -100,6 +102,7 @@ impl Connection {
             inflight: None,
             own_region: None,
             own_region_is_new: false,
+            has_stale_accounts: false,
             keeps_own_region: false,
             log: None,
             log_all: false,
@@ -409,7 +412,7 @@ impl Connection {
                 self.status = 0;
                 if !keep_writeback {
                     (self.log, self.log_all) = (None, false);
-                    self.forget_accounts();
+                    self.has_stale_accounts = true;
                     self.setup.device.reset();
                 }
             }

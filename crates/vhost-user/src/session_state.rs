@@ -36,6 +36,9 @@ pub struct SessionState {
     /// The daemon's own inflight region, of a session that was kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     own_region: Option<InflightState>,
+    /// True if the driver has reset the device, and the accounts may not be forgotten yet.
+    #[serde(default, skip_serializing_if = "is_off")]
+    has_stale_accounts: bool,
     backend_channel: Option<FdIndex>,
     /// The log of written pages, of a guest that migrates.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -136,6 +139,7 @@ impl SessionState {
             memory,
             inflight,
             own_region: None,
+            has_stale_accounts: connection.has_stale_accounts,
             log,
             log_all: connection.log_all,
             has_lock: connection.passes_lock(),
@@ -221,6 +225,7 @@ impl SessionState {
         if let Some(region) = self.own_region {
             connection.own_region = Some(region.map(&connection.setup, fds)?);
         }
+        connection.has_stale_accounts = self.has_stale_accounts;
         if let Some(log) = self.log {
             let area = LogArea { size: log.size, file_offset: log.file_offset };
             let memory = RegionState::map(vec![log], &connection.setup, fds)?;

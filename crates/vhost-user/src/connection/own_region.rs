@@ -51,9 +51,14 @@ impl Connection {
 
     /// Lets the front-end decide where all rings continue, because its driver has reset the device:
     /// descriptors of new packed rings may look like a later state of the old ones.
-    pub(super) fn forget_accounts(&self) {
-        let regions = self.inflight.iter().chain(&self.own_region);
-        regions.for_each(|inflight| inflight.region.forget(self.layout()));
+    ///
+    /// The state is kept before: rings that ran in an earlier state would start at an old place
+    /// without their accounts.
+    pub(crate) fn forget_stale_accounts(&mut self) {
+        if std::mem::take(&mut self.has_stale_accounts) {
+            let regions = self.inflight.iter().chain(&self.own_region);
+            regions.for_each(|inflight| inflight.region.forget(self.layout()));
+        }
     }
 
     fn lacks_region(&self) -> bool {

@@ -144,6 +144,8 @@ impl Connection {
     /// Drops everything that the front-end has brought and its driver has negotiated. The result
     /// is pending until its memory is unmapped and its lock is released.
     pub(crate) fn release(&mut self) -> Release {
+        // The front-end may give the region to its next session.
+        self.forget_stale_accounts();
         let memory = std::mem::replace(&mut self.memory, SharedMemory::empty());
         let lock = std::mem::take(&mut self.run_lock);
         let unlocked = lock.end(&self.setup.examiner, &self.setup.waker);

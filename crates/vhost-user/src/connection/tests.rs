@@ -112,7 +112,7 @@ impl Scene {
                     self.peer_fd = Some(fd);
                     return Ended::Answer(body);
                 }
-                Outcome::Done => return Ended::Done,
+                Outcome::Done => return self.done(),
                 Outcome::Refuse(Refusal { text, needs_ack }) => {
                     return Ended::Refused { text, needs_ack };
                 }

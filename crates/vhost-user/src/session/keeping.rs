@@ -44,6 +44,7 @@ impl Session {
         state.add_unused_rings(setup.device.num_queues().into());
         let mut session = Self::take_over(state, setup, fds, now)?;
         session.connection.keeps_own_region = true;
+        session.connection.forget_stale_accounts();
         // The process may have sent the answer and died before it noted that. A front-end that has
         // sent its next message has read the answer.
         if session.channel.has_unread() {
@@ -52,10 +53,18 @@ impl Session {
         Ok(session)
     }
 
-    /// Keeps the present state. It still has `message`, which is to be carried out.
+    /// Keeps the present state. It still has `message`, which is to be carried out. Then makes the
+    /// changes to which an earlier state does not fit.
     pub(super) fn keep(&mut self, message: Option<&Message>) {
+        if self.keeper.is_some() {
+            self.connection.prepare_own_region();
+            self.keep_state(message);
+        }
+        self.connection.forget_stale_accounts();
+    }
+
+    fn keep_state(&mut self, message: Option<&Message>) {
         let Some(keeper) = &mut self.keeper else { return };
-        self.connection.prepare_own_region();
         keeper.begin();
         let (connection, is_patient) = (&self.connection, self.silence.is_none());
         let sink = &mut **keeper;

@@ -4,6 +4,7 @@
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -281,6 +282,52 @@ fn a_front_end_does_not_notice_a_kill_at_any_moment() {
             let (answers, _) = run((moment, is_kept));
             assert_eq!(answers, expected, "killed at {moment}, {is_kept}");
         }
+    }
+}
+
+/// The version of the first account in the daemon's own region; 0 if that is new.
+fn account_version(session: &Session) -> [u8; 2] {
+    let own = session.connection.own_region.as_ref().unwrap();
+    let mut version = [0; 2];
+    own.files[0].file.file().read_exact_at(&mut version, 8).unwrap();
+    version
+}
+
+/// A ring that ran in the kept state would start at an old place without its account.
+#[test]
+fn a_reset_is_kept_before_the_accounts_are_forgotten() {
+    for is_kept in [false, true] {
+        let memory = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&memory, MEMORY_BYTES).unwrap();
+        let events = [0; 2].map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let mut process = Process::new();
+        let mut session = Session::new(ours, process.setup.clone(), Instant::now());
+        let kept = Arc::<Mutex<Kept>>::default();
+        session.keep_with(mortal(&kept, NEVER));
+        for (request, fds, _) in script(&memory, &events) {
+            send(&theirs, &request, &fds, false);
+            assert!(process.drive(&mut session));
+        }
+        while theirs.read(&mut [0; 64]).is_ok() {}
+        session.connection.protocol_features |= protocol_feature::RESET_DEVICE;
+        let moments = kept.lock().unwrap().moments;
+        // The present state, the message that was read, and the device that was reset.
+        session.keep_with(mortal(&kept, (moments + 2, is_kept)));
+        send(&theirs, &Request::ResetDevice, &[], true);
+        assert!(!process.drive(&mut session), "it lives");
+        assert_ne!(account_version(&session), [0; 2], "the reset may not be kept");
+        let (next, going_on) = next_process(&kept, true);
+        std::mem::forget(std::mem::replace(&mut session, going_on));
+        std::mem::forget(std::mem::replace(&mut process, next));
+        assert_eq!(session.connection.rings[0].is_up(), !is_kept);
+        assert_eq!(account_version(&session) == [0; 2], is_kept);
+        session.begin_resume();
+        assert!(process.drive(&mut session));
+        assert_eq!(account_version(&session), [0; 2]);
+        assert_eq!(read_answer(&mut theirs), [0; 8]);
+        end(process, session);
     }
 }
 
