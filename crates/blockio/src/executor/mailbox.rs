@@ -94,17 +94,11 @@ impl Mailbox {
 
     /// Adds a post, and wakes the IoThread if needed. Returns false if the IoThread has ended.
     pub(crate) fn post(&self, add: impl FnOnce(&mut Posted)) -> bool {
-        let mut inbox = self.inbox();
-        if inbox.closed {
-            return false;
-        }
-        add(&mut inbox.posted);
-        self.set_flag(&inbox, POSTED);
-        drop(inbox);
-        if self.must_wake() {
+        let is_open = self.leave(add);
+        if is_open && self.must_wake() {
             self.wake();
         }
-        true
+        is_open
     }
 
     /// Adds a post that waits until the loop wakes for another reason. Returns false if the
