@@ -28,7 +28,7 @@ use crate::memory::GuestMemory;
 use crate::rings::Rings;
 pub(crate) use packed::{PackedInflight, Taken};
 pub use region::{InflightAccount, InflightRegion, Recovery, RingLayout};
-use region::{SPLIT_ENTRY_BYTES, SPLIT_HEADER_BYTES, VERSION, account_bytes};
+use region::{SPLIT_ENTRY_BYTES, SPLIT_HEADER_BYTES, VERSION};
 
 /// Offsets in the account of a split ring. Its features, which are none, are at 0.
 const OFFSET_VERSION: usize = 8;
@@ -202,14 +202,8 @@ impl Deref for Account {
 
 impl Account {
     fn map(queue: &InflightAccount) -> Result<Self, InflightError> {
-        let InflightAccount { ref memory, start, entries, layout } = *queue;
-        assert!(layout == RingLayout::Split, "the region is for split rings");
-        let len = account_bytes(RingLayout::Split, entries);
-        let host = memory.host_of(start, len).ok_or(InflightError::Gone)?;
-        if !host.addr().is_multiple_of(align_of::<u64>()) {
-            return Err(InflightError::Misaligned);
-        }
-        Ok(Self { memory: Arc::clone(memory), place: Place { start: host, entries } })
+        let place = Place { start: queue.host(RingLayout::Split)?, entries: queue.entries };
+        Ok(Self { memory: Arc::clone(&queue.memory), place })
     }
 
     /// Repairs the account for a ring. Returns the requests to be executed again, in no order. Each

@@ -20,7 +20,6 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering, compiler_fence
 
 use super::region::{
     InflightAccount, PACKED_ENTRY_BYTES, PACKED_HEADER_BYTES, Recovery, RingLayout, VERSION,
-    account_bytes,
 };
 use crate::death::before_store;
 use crate::descriptor_ring::{DescriptorRing, UsedWord};
@@ -239,14 +238,8 @@ impl PackedInflight {
 
 impl PackedAccount {
     fn map(queue: &InflightAccount) -> Result<Self, InflightError> {
-        let InflightAccount { ref memory, start, entries, layout } = *queue;
-        assert!(layout == RingLayout::Packed, "the region is for packed rings");
-        let len = account_bytes(RingLayout::Packed, entries);
-        let start = memory.host_of(start, len).ok_or(InflightError::Gone)?;
-        if !start.addr().is_multiple_of(align_of::<u64>()) {
-            return Err(InflightError::Misaligned);
-        }
-        Ok(Self { memory: Arc::clone(memory), start, entries })
+        let start = queue.host(RingLayout::Packed)?;
+        Ok(Self { memory: Arc::clone(&queue.memory), start, entries: queue.entries })
     }
 
     /// Repairs the account and the ring. Each field is read once, because the front-end may change

@@ -220,6 +220,17 @@ impl InflightAccount {
         // The memory is mapped.
         let _ = self.memory.write(self.start + OFFSET_VERSION, &[0; 2]);
     }
+
+    /// The address of the account, which must be for rings of this layout.
+    pub(super) fn host(&self, layout: RingLayout) -> Result<*mut u8, InflightError> {
+        assert!(self.layout == layout, "the region is for rings of another layout");
+        let len = account_bytes(layout, self.entries);
+        let host = self.memory.host_of(self.start, len).ok_or(InflightError::Gone)?;
+        match host.addr().is_multiple_of(align_of::<u64>()) {
+            true => Ok(host),
+            false => Err(InflightError::Misaligned),
+        }
+    }
 }
 
 pub(super) const fn account_bytes(layout: RingLayout, queue_size: u16) -> usize {
