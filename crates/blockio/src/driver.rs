@@ -37,6 +37,7 @@ use std::time::Instant;
 use iomem::Buffers;
 
 use crate::clock::LoopClock;
+use crate::disk::TransferError;
 pub use crate::disk::driver::{Driver, FilePosition, Request};
 #[doc(hidden)]
 pub use crate::disk::qos::copy_turns::{COPY_BYTES_MAX, CopyTurns};
@@ -53,6 +54,30 @@ use crate::thread::io::Io;
 pub use crate::thread::io::TaskRef;
 #[doc(hidden)]
 pub use crate::watchdog::{Line, RateLimit, StallLog};
+
+/// Transfers all of `rest` from byte `offset`. `part` moves some of the first bytes, and returns
+/// their number.
+///
+/// # Errors
+///
+/// The error of a part, with all bytes from that part on.
+#[doc(hidden)]
+pub async fn in_parts(
+    mut offset: u64,
+    mut rest: Buffers,
+    part: impl AsyncFn(u64, &Buffers) -> io::Result<usize>,
+) -> Result<(), TransferError> {
+    while !rest.is_empty() {
+        match part(offset, &rest).await {
+            Ok(bytes) => {
+                rest.advance(bytes);
+                offset += bytes as u64;
+            }
+            Err(error) => return Err(TransferError::new(error, rest)),
+        }
+    }
+    Ok(())
+}
 
 impl Io {
     /// The memory for data that the disk cannot take as it is. All requests of the IoThread to

@@ -23,7 +23,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockio::disk::{Abilities, DiskInfo, Extent, Link, Placement, SizeProbe, TransferError};
-use blockio::driver::{BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, DriverSource, Request};
+use blockio::driver::{
+    BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, DriverSource, Request, in_parts,
+};
 use blockio::{Disk, DiskSource, EngineConfig, EngineKind, Error, Io, IoThread, IoThreadConfig};
 use iomem::{Buffers, fits};
 
@@ -328,27 +330,15 @@ impl LuksDisk {
         }
     }
 
-    async fn read_pieces(
-        &self,
-        mut offset: u64,
-        mut buffers: Buffers,
-    ) -> Result<(), TransferError> {
-        while !buffers.is_empty() {
-            let read = async {
-                let memory = self.own_memory(buffers.bytes() as u64).await?;
-                let piece = memory.duplicate();
-                self.below.read(offset, memory).await?;
-                Ok(piece)
-            };
-            let piece = match read.await {
-                Ok(piece) => piece,
-                Err(error) => return Err(TransferError::new(error, buffers)),
-            };
-            self.convert(Direction::Decrypt, offset, &piece, &buffers).await;
-            buffers.advance(piece.bytes());
-            offset += piece.bytes() as u64;
-        }
-        Ok(())
+    async fn read_pieces(&self, offset: u64, buffers: Buffers) -> Result<(), TransferError> {
+        let piece = async |offset, rest: &Buffers| {
+            let memory = self.own_memory(rest.bytes() as u64).await?;
+            let piece = memory.duplicate();
+            self.below.read(offset, memory).await?;
+            self.convert(Direction::Decrypt, offset, &piece, rest).await;
+            Ok(piece.bytes())
+        };
+        in_parts(offset, buffers, piece).await
     }
 
     async fn write_pieces(
@@ -364,13 +354,10 @@ impl LuksDisk {
             };
             let bytes = memory.bytes();
             self.convert(Direction::Encrypt, offset, &buffers, &memory).await;
-            let result = self.below.write(offset, memory, fua).await;
-            let left = result.as_ref().map_or_else(|unfinished| unfinished.rest().bytes(), |()| 0);
-            buffers.advance(bytes - left);
-            if let Err(unfinished) = result {
-                let (error, _) = unfinished.into_parts();
-                return Err(TransferError::new(error, buffers));
+            if let Err(unfinished) = self.below.write(offset, memory, fua).await {
+                return Err(unfinished.within(buffers, bytes));
             }
+            buffers.advance(bytes);
             offset += bytes as u64;
         }
         Ok(())

@@ -258,9 +258,7 @@ impl FileDisk {
             let piece = buffers.prefix(self.op_bytes_max, unit);
             let bytes = piece.bytes();
             if let Err(unfinished) = self.transfer_piece(kind, offset, piece).await {
-                let (error, rest) = unfinished.into_parts();
-                buffers.advance(bytes - rest.bytes());
-                return Err(TransferError::new(error, buffers));
+                return Err(unfinished.within(buffers, bytes));
             }
             buffers.advance(bytes);
             offset += bytes as u64;

@@ -210,6 +210,22 @@ impl TransferError {
         Self(Box::new((error, rest)))
     }
 
+    /// The failure of a flush after a write: all of the write may be lost.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn lost(error: io::Error) -> Self {
+        Self::new(error, Buffers::empty())
+    }
+
+    /// The failure of the first `bytes` of `all`, as one of all.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn within(self, mut all: Buffers, bytes: usize) -> Self {
+        let (error, rest) = self.into_parts();
+        all.advance(bytes - rest.bytes());
+        Self::new(error, all)
+    }
+
     /// The reason of the failure.
     #[must_use]
     pub fn error(&self) -> &io::Error {

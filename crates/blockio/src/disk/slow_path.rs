@@ -168,9 +168,7 @@ impl<'a> Requests<'a> {
                 break;
             }
             if let Err(unfinished) = transfer(offset, step).await {
-                let (error, rest) = unfinished.into_parts();
-                buffers.advance(bytes - rest.bytes());
-                return Err(TransferError::new(error, buffers));
+                return Err(unfinished.within(buffers, bytes));
             }
             buffers.advance(bytes);
             offset += bytes as u64;

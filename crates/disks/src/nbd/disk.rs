@@ -171,7 +171,7 @@ impl NbdDisk {
         if !buffers.is_empty() {
             self.transfer(TransferKind::WRITE, offset, buffers).await?;
         }
-        self.flush().await.map_err(|error| TransferError::new(error, Buffers::empty()))
+        self.flush().await.map_err(TransferError::lost)
     }
 
     /// Applies a command to a range of the disk, in as many requests as it takes.
@@ -208,9 +208,7 @@ impl NbdDisk {
 fn unfinished<T>(result: Result<T, Failure>, rest: Buffers) -> Result<(), TransferError> {
     match result {
         Ok(_) => Ok(()),
-        Err(failure) if failure.is_of_flush => {
-            Err(TransferError::new(failure.into(), Buffers::empty()))
-        }
+        Err(failure) if failure.is_of_flush => Err(TransferError::lost(failure.into())),
         Err(failure) => Err(TransferError::new(failure.into(), rest)),
     }
 }

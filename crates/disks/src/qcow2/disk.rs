@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blockio::disk::{Extent, ExtentKind, TransferError};
-use blockio::driver::{BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, FilePosition, Request};
+use blockio::driver::{
+    BounceShare, COPY_BYTES_MAX, CopyTurns, Driver, FilePosition, Request, in_parts,
+};
 use blockio::executor::Lock;
 use blockio::op::OpKind;
 use blockio::{Disk, EngineKind, Io};
@@ -85,19 +87,6 @@ impl Qcow2Disk {
         }
     }
 
-    async fn read_parts(&self, mut offset: u64, mut rest: Buffers) -> Result<(), TransferError> {
-        while !rest.is_empty() {
-            match self.read_part(offset, &rest).await {
-                Ok(bytes) => {
-                    rest.advance(bytes);
-                    offset += bytes as u64;
-                }
-                Err(error) => return Err(TransferError::new(error, rest)),
-            }
-        }
-        Ok(())
-    }
-
     /// Reads some of the first bytes, or has their place found.
     async fn read_part(&self, offset: u64, rest: &Buffers) -> io::Result<usize> {
         let Run { place, bytes } = self.run(offset, rest.bytes() as u64);
@@ -134,21 +123,14 @@ impl Qcow2Disk {
 
     async fn write_parts(
         &self,
-        mut offset: u64,
-        mut rest: Buffers,
+        offset: u64,
+        rest: Buffers,
         fua: bool,
     ) -> Result<(), TransferError> {
-        while !rest.is_empty() {
-            match self.write_part(offset, &rest).await {
-                Ok(bytes) => {
-                    rest.advance(bytes);
-                    offset += bytes as u64;
-                }
-                Err(error) => return Err(TransferError::new(error, rest)),
-            }
-        }
+        let part = async |offset, rest: &Buffers| self.write_part(offset, rest).await;
+        in_parts(offset, rest, part).await?;
         match fua {
-            true => self.flush_all().await.map_err(|error| TransferError::new(error, rest)),
+            true => self.flush_all().await.map_err(TransferError::lost),
             false => Ok(()),
         }
     }
@@ -265,7 +247,8 @@ impl Driver for Qcow2Disk {
             self.guard_places(&mut buffers);
             return Box::pin(self.layers[layer].read(offset, buffers));
         }
-        Box::pin(self.read_parts(offset, buffers))
+        let part = async |offset, rest: &Buffers| self.read_part(offset, rest).await;
+        Box::pin(in_parts(offset, buffers, part))
     }
 
     fn write(

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use blockio::Io;
 use blockio::disk::{Extent, TransferError};
-use blockio::driver::{BounceShare, CopyTurns, Driver, ForeignOp, Request};
+use blockio::driver::{BounceShare, CopyTurns, Driver, ForeignOp, Request, in_parts};
 use iomem::{Buffers, LentBlock, fits};
 
 use super::shared::Shared;
@@ -186,42 +186,24 @@ fn is_invalid(error: &io::Error) -> bool {
 }
 
 impl Driver for RbdDisk {
-    fn read(&self, mut offset: u64, mut rest: Buffers) -> Request<'_, Result<(), TransferError>> {
-        Box::pin(async move {
-            while !rest.is_empty() {
-                match self.read_piece(offset, &rest).await {
-                    Ok(bytes) => {
-                        rest.advance(bytes);
-                        offset += bytes as u64;
-                    }
-                    Err(error) => return Err(TransferError::new(error, rest)),
-                }
-            }
-            Ok(())
-        })
+    fn read(&self, offset: u64, rest: Buffers) -> Request<'_, Result<(), TransferError>> {
+        let piece = async |offset, rest: &Buffers| self.read_piece(offset, rest).await;
+        Box::pin(in_parts(offset, rest, piece))
     }
 
     fn write(
         &self,
-        mut offset: u64,
-        mut rest: Buffers,
+        offset: u64,
+        rest: Buffers,
         fua: bool,
     ) -> Request<'_, Result<(), TransferError>> {
         Box::pin(async move {
-            while !rest.is_empty() {
-                match self.write_piece(offset, &rest).await {
-                    Ok(bytes) => {
-                        rest.advance(bytes);
-                        offset += bytes as u64;
-                    }
-                    Err(error) => return Err(TransferError::new(error, rest)),
-                }
+            let piece = async |offset, rest: &Buffers| self.write_piece(offset, rest).await;
+            in_parts(offset, rest, piece).await?;
+            match fua {
+                true => self.flush_all().await.map_err(TransferError::lost),
+                false => Ok(()),
             }
-            if fua {
-                let flushed = self.flush_all().await;
-                flushed.map_err(|error| TransferError::new(error, rest))?;
-            }
-            Ok(())
         })
     }
 
