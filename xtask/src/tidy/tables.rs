@@ -75,10 +75,6 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/ringhaul/tests/sandbox/unlisted.rs", "tests: a system call that is denied"),
     ("crates/ringhaul/src/sandbox/unlisted.rs", "a signal handler that denies system calls"),
     ("crates/ringhaul/src/sandbox/helper.rs", "forks a process, and closes its descriptors"),
-    (
-        "crates/ringhaul/src/socket/permissions.rs",
-        "asks the C library, which knows where groups are listed",
-    ),
     ("crates/ringhaul-cli/src/heap.rs", "an option of the heap, by the name that it looks for"),
     (
         "crates/ringhaul/src/socket/peer.rs",

@@ -1,6 +1,5 @@
 //! Protects the daemon's sockets from other users: checks of their folders, their owner and mode.
 
-use std::ffi::CString;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -153,9 +152,6 @@ fn access_list(has_owner: bool, further: u32) -> Vec<u8> {
     list
 }
 
-/// The size of the buffer for an entry of the group list, most of which is for its members.
-const ENTRY_BYTES: usize = 1 << 20;
-
 /// Returns the id of the group with this name or number.
 ///
 /// # Errors
@@ -165,30 +161,11 @@ pub(crate) fn group_id(name: &str) -> Result<u32> {
     if let Ok(id) = name.parse() {
         return Ok(id);
     }
-    let c_name = CString::new(name).context("the name of a group must not contain a NUL byte")?;
-    let mut entry = std::mem::MaybeUninit::<libc::group>::uninit();
-    let mut strings: Vec<libc::c_char> = vec![0; ENTRY_BYTES];
-    let mut found = std::ptr::null_mut();
-    // SAFETY: the pointers are to live locals, `strings` has the given length, and the name ends
-    // with a NUL.
-    let error = unsafe {
-        libc::getgrnam_r(
-            c_name.as_ptr(),
-            entry.as_mut_ptr(),
-            strings.as_mut_ptr(),
-            strings.len(),
-            &raw mut found,
-        )
-    };
-    if error != 0 {
-        let error = io::Error::from_raw_os_error(error);
-        return Err(error).with_context(|| format!("cannot look up the group {name}"));
-    }
-    if found.is_null() {
-        bail!("there is no group {name}; use the name or number of an existing group");
-    }
-    // SAFETY: the group was found, so the function has filled `entry`.
-    Ok(unsafe { entry.assume_init() }.gr_gid)
+    let group = nix::unistd::Group::from_name(name)
+        .with_context(|| format!("cannot look up the group {name}"))?;
+    let no_group =
+        || format!("there is no group {name}; use the name or number of an existing group");
+    Ok(group.with_context(no_group)?.gid.as_raw())
 }
 
 fn folder_of(path: &Path) -> &Path {
