@@ -357,8 +357,11 @@ fn program(calls: Calls, otherwise: SeccompAction, listed: SeccompAction) -> Res
 }
 
 /// The filter that allows these calls alone, and no executable memory. All others have `action`.
-pub(super) fn only(lists: &[&[libc::c_long]], action: SeccompAction) -> Result<BpfProgram> {
-    let mut calls: Calls = lists.iter().flat_map(|list| *list).map(|nr| (*nr, vec![])).collect();
+pub(super) fn only(
+    listed: impl Iterator<Item = libc::c_long>,
+    action: SeccompAction,
+) -> Result<BpfProgram> {
+    let mut calls: Calls = listed.map(|call| (call, vec![])).collect();
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         calls.insert(call, vec![rule(2, masked(libc::PROT_EXEC), 0)?]);
     }

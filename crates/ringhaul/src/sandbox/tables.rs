@@ -9,7 +9,9 @@ use libc::c_long;
 pub(super) struct Table {
     /// Names of threads. A name that ends with a dash is the start of names.
     threads: &'static [&'static str],
-    pub(super) calls: &'static [&'static [c_long]],
+    calls: &'static [&'static [c_long]],
+    /// Calls of these threads besides.
+    also: &'static [c_long],
     /// True if the threads open, close or use disks, so that libraries of disks run in them.
     pub(super) uses_disks: bool,
 }
@@ -21,11 +23,38 @@ impl Table {
         self.threads.iter().any(|own| is_it(own))
     }
 
+    /// All calls of the threads. Some appear twice.
+    pub(super) fn calls(&self) -> impl Iterator<Item = c_long> {
+        self.calls.iter().copied().flatten().chain(self.also).copied()
+    }
+
     /// Returns true if the threads make rings of io_uring.
     pub(super) fn makes_rings(&self) -> bool {
-        self.calls.iter().any(|list| list.contains(&libc::SYS_io_uring_setup))
+        self.calls().any(|call| call == libc::SYS_io_uring_setup)
     }
 }
+
+/// The table of threads that open disks, up to their names.
+const OPENS_DISKS: Table = Table {
+    threads: &[],
+    calls: &[
+        COMMON,
+        THREADS,
+        LOOP,
+        DATA,
+        MESSAGES,
+        FILES,
+        SOCKETS,
+        MEMORY_FILES,
+        FILE_SIZES,
+        LIMITS,
+    ],
+    also: &[],
+    uses_disks: true,
+};
+
+/// The table of threads that use no disk, up to their names and calls.
+const USES_NO_DISK: Table = Table { threads: &[], calls: &[], also: &[], uses_disks: false };
 
 /// All tables. Threads of the resolver (`nbd-resolve`) and of Ceph (`ringhaul-rbd`) run libraries
 /// of the system, and have none. Pool threads have the table of their IoThread.
@@ -33,25 +62,9 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         threads: &["iothread-"],
         calls: &[COMMON, THREADS, LOOP, RINGS, DATA, MESSAGES, MEMORY_FILES, FILE_SIZES, LIMITS],
-        uses_disks: true,
+        ..OPENS_DISKS
     },
-    Table {
-        threads: &["ringhaul-rings", "qcow2"],
-        calls: &[
-            COMMON,
-            THREADS,
-            LOOP,
-            RINGS,
-            DATA,
-            MESSAGES,
-            FILES,
-            SOCKETS,
-            MEMORY_FILES,
-            FILE_SIZES,
-            LIMITS,
-        ],
-        uses_disks: true,
-    },
+    Table { threads: &["ringhaul-rings", "qcow2"], also: RINGS, ..OPENS_DISKS },
     Table {
         threads: &[
             "ringhaul",
@@ -62,83 +75,51 @@ pub(super) const TABLES: &[Table] = &[
             "ringhaul-restore",
             "ringhaul-side",
         ],
-        calls: &[
-            COMMON,
-            THREADS,
-            LOOP,
-            DATA,
-            MESSAGES,
-            FILES,
-            SOCKETS,
-            MEMORY_FILES,
-            FILE_SIZES,
-            LIMITS,
-        ],
-        uses_disks: true,
+        ..OPENS_DISKS
     },
-    Table {
-        threads: &["ringhaul-size"],
-        calls: &[
-            COMMON,
-            THREADS,
-            LOOP,
-            DATA,
-            MESSAGES,
-            FILES,
-            SOCKETS,
-            MEMORY_FILES,
-            FILE_SIZES,
-            LIMITS,
-            CHANGES,
-        ],
-        uses_disks: true,
-    },
+    Table { threads: &["ringhaul-size"], also: CHANGES, ..OPENS_DISKS },
     Table {
         threads: &["ringhaul-close"],
         calls: &[COMMON, LOOP, DATA, MESSAGES, FILES],
-        uses_disks: true,
+        ..OPENS_DISKS
     },
-    Table {
-        threads: &["nbd-connect"],
-        calls: &[COMMON, MESSAGES, FILES, SOCKETS],
-        uses_disks: false,
-    },
+    Table { threads: &["nbd-connect"], calls: &[COMMON, MESSAGES, FILES, SOCKETS], ..USES_NO_DISK },
     Table {
         threads: &["ringhaul-control"],
         calls: &[COMMON, MESSAGES, FILES, EVENTS, SOCKETS, MEMORY_FILES, FILE_SIZES, LIMITS],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-config", "ringhaul-metric"],
         calls: &[COMMON, MESSAGES, FILES],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-reserve"],
         calls: &[COMMON, MESSAGES, FILES, FILE_SIZES],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-notify", "ringhaul-store"],
         calls: &[COMMON, MESSAGES, SOCKETS],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-call", "ringhaul-map", "ringhaul-unmap"],
         calls: &[COMMON, EVENTS, MEMORY, MESSAGES, NAMES],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-events", "ringhaul-heir", "ringhaul-rpc", "ringhaul-signal"],
         calls: &[COMMON, MESSAGES],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
     Table {
         threads: &["ringhaul-denied", "ringhaul-log", "ringhaul-patience", "ringhaul-sizes"],
         calls: &[COMMON],
-        uses_disks: false,
+        ..USES_NO_DISK
     },
-    Table { threads: &["ringhaul-watch"], calls: &[COMMON, NAMES], uses_disks: false },
+    Table { threads: &["ringhaul-watch"], calls: &[COMMON, NAMES], ..USES_NO_DISK },
 ];
 
 /// A call that a debugger has the kernel skip. It has the result that the debugger chooses.
@@ -364,7 +345,7 @@ mod tests {
     use crate::sandbox::rules::Rules;
 
     fn lists(table: &Table, call: c_long) -> bool {
-        table.calls.iter().any(|list| list.contains(&call))
+        table.calls().any(|listed| listed == call)
     }
 
     /// The threads whose tables have a call.

@@ -48,7 +48,7 @@ pub(super) fn begin(rules: &Rules, reaction: Reaction) -> Result<Option<String>>
     let filter = |table: &Table| {
         // Ceph's libraries run in threads that use disks.
         let is_applied = !(table.uses_disks && rules.has_libraries);
-        is_applied.then(|| calls::only(table.calls, reaction.action())).transpose()
+        is_applied.then(|| calls::only(table.calls(), reaction.action())).transpose()
     };
     let filters = TABLES.iter().map(filter).collect::<Result<Vec<_>>>();
     let prepared = filters.and_then(|filters| unlisted::catch(reaction).map(|()| filters));
