@@ -34,7 +34,10 @@ fn states_are_reported() -> Result<()> {
     command.args(["serve", "--config"]).arg(&file).env("WATCHDOG_USEC", "400000");
     let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
     let mut daemon = Running::start(&mut command)?;
-    manager.wait_for(READY)?;
+    let messages = manager.wait_for(READY)?;
+    let state = messages.iter().rfind(|message| message.starts_with("STATUS="));
+    let served = "STATUS=1 export served, 0 with a front-end\n";
+    ensure!(state.is_some_and(|state| state == served), "its state is late: {messages:?}");
     ensure!(socket("a").exists(), "it has started before its socket is there");
     for _ in 0..3 {
         manager.wait_for(ALIVE)?;

@@ -155,6 +155,8 @@ impl Daemon {
             self.log_waiting(&opener);
         }
         self.serve_opened(ready, &at_start)?;
+        // The manager shows this state as soon as the unit has started.
+        let _ = self.report_state();
         service_manager::ready();
         let later = OnFailure::GoOn { own: Vec::new(), restoring };
         loop {

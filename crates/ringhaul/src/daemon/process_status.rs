@@ -2,18 +2,24 @@
 
 use std::fs;
 
+use blockio::executor::Lock;
 use disks::spec::redact_spec;
 use rustix::process::{Resource, getrlimit};
 
 use super::Daemon;
 use crate::log::{self, RecentLine};
 use crate::process::limits::cgroup_limit;
+use crate::process::service_manager;
 use crate::sandbox;
-use crate::spec::command::CommandError;
+use crate::spec::command::{Command, CommandError, Reply};
 use crate::spec::process::{LogLine, LogLines, ProcessStatus};
+use crate::spec::status::count_states;
 
 /// The bit of `CAP_IPC_LOCK` (capabilities(7)), with which no limit on locked memory applies.
 const CAP_IPC_LOCK: u32 = 14;
+
+/// Held while a state is asked for and reported. No earlier state follows a later one.
+static REPORTING: Lock<()> = Lock::new(());
 
 impl Daemon {
     /// Describes the process.
@@ -39,6 +45,15 @@ impl Daemon {
             sandbox_lacks: sandbox::missing().to_vec(),
             thread_cpus,
         })
+    }
+
+    /// Reports the states of all exports to the service manager.
+    pub(crate) fn report_state(&self) -> Result<(), CommandError> {
+        let _alone = REPORTING.lock();
+        if let Reply::Exports(exports) = self.handle(Command::Show)? {
+            service_manager::status(&count_states(&exports));
+        }
+        Ok(())
     }
 
     /// The options of the process. A secret that stands where none belongs is covered.

@@ -12,8 +12,6 @@ use blockio::executor::{Lock, start_thread};
 use crate::control::subscribers::{EventReceiver, Subscription};
 use crate::daemon::Daemon;
 use crate::process::service_manager;
-use crate::spec::command::{Command, ExportStatus, Reply};
-use crate::spec::status::ExportState;
 
 /// The least time between two reports of the state.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -104,13 +102,14 @@ impl Reporter {
     fn follow(&self, events: &EventReceiver, watchdog: &mut Option<Watchdog>) -> bool {
         loop {
             let Some(daemon) = self.daemon.upgrade() else { return false };
-            let shown = daemon.handle(Command::Show);
+            let reported = daemon.report_state();
             if let Some(watchdog) = watchdog {
                 watchdog.check(&daemon, Instant::now());
             }
             drop(daemon);
-            let Ok(Reply::Exports(exports)) = shown else { return false };
-            service_manager::status(&describe(&exports));
+            if reported.is_err() {
+                return false;
+            }
             // Front-ends that connect and leave in a loop cause one report in a second.
             let pause = watchdog.as_ref().map_or(PAUSE, |watchdog| watchdog.interval.min(PAUSE));
             if self.ended.recv_timeout(pause) == Err(RecvTimeoutError::Disconnected) {
@@ -147,28 +146,6 @@ impl Watchdog {
     }
 }
 
-/// The number of exports in each state.
-fn describe(exports: &[ExportStatus]) -> String {
-    let count = |is_so: &dyn Fn(&ExportStatus) -> bool| {
-        exports.iter().filter(|export| is_so(export)).count()
-    };
-    let serving = count(&|export| export.state == ExportState::Serving);
-    let mut text = format!(
-        "{serving} {} served, {} with a front-end",
-        if serving == 1 { "export" } else { "exports" },
-        count(&|export| export.connected)
-    );
-    for (number, state) in [
-        (count(&|export| export.state == ExportState::Opening), "being opened"),
-        (count(&|export| export.state == ExportState::Stopping), "ending"),
-    ] {
-        if number > 0 {
-            text += &format!(", {number} {state}");
-        }
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use clap::{Args, FromArgMatches};
@@ -177,7 +154,6 @@ mod tests {
     use crate::daemon::Shutdown;
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
-    use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings, ExportSpec};
 
     fn daemon() -> (Arc<Daemon>, Shutdown) {
         let serve = ServeArgs::augment_args(clap::Command::new("serve"));
@@ -242,31 +218,6 @@ mod tests {
             assert_eq!(Arc::weak_count(&daemon), before + 1);
             drop(reports);
             assert_eq!(Arc::weak_count(&daemon), before, "the thread still runs");
-        }
-    }
-
-    #[test]
-    fn exports_are_counted_by_state() {
-        let export = |state, connected| {
-            let spec = ExportSpec {
-                name: None,
-                endpoint: EndpointSpec::Path("/a".into()),
-                device: DeviceSpec::Scsi(Vec::new()),
-                settings: ExportSettings::default(),
-            };
-            ExportStatus { state, connected, ..ExportStatus::opening(spec) }
-        };
-        use ExportState::{Opening, Serving, Stopping};
-        for (exports, expected) in [
-            (vec![], "0 exports served, 0 with a front-end"),
-            (vec![export(Serving, true)], "1 export served, 1 with a front-end"),
-            (
-                vec![export(Serving, false), export(Serving, true), export(Opening, false)],
-                "2 exports served, 1 with a front-end, 1 being opened",
-            ),
-            (vec![export(Stopping, true)], "0 exports served, 1 with a front-end, 1 ending"),
-        ] {
-            assert_eq!(describe(&exports), expected);
         }
     }
 }

@@ -90,6 +90,28 @@ impl ExportStatus {
     }
 }
 
+/// The number of exports in each state, as a service manager shows it.
+pub(crate) fn count_states(exports: &[ExportStatus]) -> String {
+    let count = |is_so: &dyn Fn(&ExportStatus) -> bool| {
+        exports.iter().filter(|export| is_so(export)).count()
+    };
+    let serving = count(&|export| export.state == ExportState::Serving);
+    let mut text = format!(
+        "{serving} {} served, {} with a front-end",
+        if serving == 1 { "export" } else { "exports" },
+        count(&|export| export.connected)
+    );
+    for (number, state) in [
+        (count(&|export| export.state == ExportState::Opening), "being opened"),
+        (count(&|export| export.state == ExportState::Stopping), "ending"),
+    ] {
+        if number > 0 {
+            text += &format!(", {number} {state}");
+        }
+    }
+    text
+}
+
 /// The condition of a disk, the worst last.
 #[derive(
     Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
@@ -286,6 +308,7 @@ pub struct DiskDetails {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::{DeviceSpec, EndpointSpec, ExportSettings};
 
     #[test]
     fn the_served_requests_are_one_line() {
@@ -297,5 +320,30 @@ mod tests {
         served.others.errors = 1;
         let expected = nothing.replace("0 writes", "3 writes of 8 KiB") + "; 2 failed";
         assert_eq!(served.to_string(), expected);
+    }
+
+    #[test]
+    fn exports_are_counted_by_state() {
+        let export = |state, connected| {
+            let spec = ExportSpec {
+                name: None,
+                endpoint: EndpointSpec::Path("/a".into()),
+                device: DeviceSpec::Scsi(Vec::new()),
+                settings: ExportSettings::default(),
+            };
+            ExportStatus { state, connected, ..ExportStatus::opening(spec) }
+        };
+        use ExportState::{Opening, Serving, Stopping};
+        for (exports, expected) in [
+            (vec![], "0 exports served, 0 with a front-end"),
+            (vec![export(Serving, true)], "1 export served, 1 with a front-end"),
+            (
+                vec![export(Serving, false), export(Serving, true), export(Opening, false)],
+                "2 exports served, 1 with a front-end, 1 being opened",
+            ),
+            (vec![export(Stopping, true)], "0 exports served, 1 with a front-end, 1 ending"),
+        ] {
+            assert_eq!(count_states(&exports), expected);
+        }
     }
 }
