@@ -152,7 +152,8 @@ fn no_event_idx(front_end: &FrontEndDetails) -> Option<Finding> {
         Level::Note,
         "no-event-idx",
         format!("the driver has negotiated {}, without event-idx", features.join(" ")),
-        "with QEMU, remove event_idx=off; kicks and calls cost CPU time without it",
+        "none while a firmware uses the disk; then, with QEMU, remove event_idx=off: without it, \
+         kicks and calls cost more CPU time",
     ))
 }
 
