@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{ringhaul, run};
 use ringhaul_kit::nbd_server::{NbdServer, free_port};
+use ringhaul_kit::page::{Page, Shell, replaced};
 use ringhaul_kit::system::is_installed;
 
 use super::nbd::{DISK_BYTES, drive, test_folders};
@@ -69,6 +70,40 @@ fn connections_are_encrypted_and_certificates_checked() -> Result<()> {
         (uri(Path::new("/nowhere"), "storage.test"), "cannot open /nowhere/ca-cert.pem"),
     ] {
         refused(&disk, words)?;
+    }
+    Ok(())
+}
+
+/// The guide's commands make certificates that server and client accept, and each of their options
+/// is needed.
+#[test]
+fn the_certificates_of_the_guide_are_accepted() -> Result<()> {
+    if !is_installed("nbdkit") || !is_installed("openssl") {
+        return Ok(());
+    }
+    let make = Page::read("guide/disks-network.md")?.block("sh", "openssl x509")?;
+    let of_version_1 = replaced(&make, &[(" -copy_extensions copy", "")])?;
+    for (make, host, refusal) in [
+        (&make, "storage", None),
+        (&make, "elsewhere.test", Some("set tls-hostname to a name in the certificate")),
+        (&of_version_1, "storage", Some("certificate of its own with a subjectAltName")),
+    ] {
+        let folders = test_folders()?;
+        let [server_folder, own] = ["server", "own"].map(|name| folders.path(name));
+        std::fs::create_dir(&server_folder)?;
+        std::fs::create_dir(&own)?;
+        Shell::new(&server_folder)?.run(&format!("set -e; {make}"))?;
+        std::fs::copy(server_folder.join("ca-cert.pem"), own.join("ca-cert.pem"))?;
+        let folder = format!("--tls-certificates={}", server_folder.display());
+        let options = ["--tls=require", &folder, "memory", "64M"];
+        let _server = NbdServer::start_nbdkit(&folders, &options)?;
+        let (socket, own) = (folders.socket("nbd").display().to_string(), own.display());
+        let uri =
+            format!("nbds+unix:///?socket={socket}&tls-certificates={own}&tls-hostname={host}");
+        match refusal {
+            None => drop(run(ringhaul()?.args(["disk", "info", &uri]))?.expect_code(0)?),
+            Some(words) => refused(&uri, words)?,
+        }
     }
     Ok(())
 }

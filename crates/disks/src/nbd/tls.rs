@@ -132,6 +132,11 @@ fn advised(error: io::Error) -> io::Error {
             | CertificateError::NotValidYetContext { .. } => {
                 "renew the server's certificate, and check the clock of this machine"
             }
+            // An old version of certificates, or that of an authority in place of the server's own.
+            CertificateError::Other(_) => {
+                "the server needs a certificate of its own with a subjectAltName; \
+                 docs/guide/disks-network.md makes one"
+            }
             _ => return error,
         },
         Some(rustls::Error::AlertReceived(_)) => SERVER_REFUSED,
