@@ -252,9 +252,10 @@ fn leave(host: &Host) -> Result<()> {
     host.run("dpkg --purge ringhaul")?;
     host.run(&format!("test ! -e /var/lib/ringhaul/control.state; rm {disk} {notes}"))?;
     host.run("rmdir /var/lib/ringhaul /var/lib/ringhaul-own")?;
-    let left = "find / -xdev -path /proc -prune -o -path /mnt -prune -o -iname '*ringhaul*' -print";
-    let left =
-        host.run(&format!("{left} | grep -v -e ^/var/log -e ^/tmp -e ^/run/user || true"))?;
+    let left = host.run(
+        "find / /run -xdev -path /proc -prune -o -path /mnt -prune -o -iname '*ringhaul*' -print |
+            grep -v -e ^/var/log -e ^/tmp -e ^/run/user -e ^/run/systemd || true",
+    )?;
     ensure!(left.is_empty(), "the purge leaves:\n{left}");
     host.run("test -e /srv/disks/vm1.img; id ringhaul").map(drop)
 }
