@@ -71,3 +71,52 @@ fn main() -> ExitCode {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::CommandFactory;
+    use ringhaul_tools::workspace;
+
+    use super::*;
+
+    /// The first words after `before` in a text.
+    fn words_after<'a>(text: &'a str, before: &str) -> Vec<&'a str> {
+        let rests = text.split(before).skip(1);
+        rests.filter_map(|rest| rest.split(|c: char| !c.is_alphanumeric()).next()).collect()
+    }
+
+    /// Nothing runs the workflows of the forge here.
+    #[test]
+    fn the_workflows_of_the_forge_name_commands_that_exist() {
+        let root = workspace::root();
+        let makefile = fs::read_to_string(root.join("Makefile")).unwrap();
+        let mut all = String::new();
+        for entry in fs::read_dir(root.join(".github/workflows")).unwrap() {
+            all += &fs::read_to_string(entry.unwrap().path()).unwrap();
+        }
+        let commands = words_after(&all, "cargo xtask ");
+        let targets = words_after(&all, " make ");
+        assert!(!commands.is_empty() && targets.len() > 3, "{commands:?} {targets:?}");
+        for command in commands {
+            assert!(Cli::command().find_subcommand(command).is_some(), "cargo xtask {command}");
+        }
+        for target in targets {
+            assert!(makefile.contains(&format!("\n{target}:")), "make {target}");
+        }
+    }
+
+    /// Members take the oldest toolchain of the workspace, with which a workflow tests all of them.
+    #[test]
+    fn each_member_has_the_oldest_toolchain_of_the_workspace() {
+        let mut cargo = workspace::cargo();
+        let output = cargo.args(["metadata", "--no-deps", "--format-version=1"]).output().unwrap();
+        let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let packages = metadata["packages"].as_array().unwrap();
+        let versions: std::collections::BTreeSet<_> =
+            packages.iter().map(|package| package["rust_version"].to_string()).collect();
+        assert_eq!(versions.len(), 1, "{versions:?}");
+        assert!(!versions.contains("null"));
+    }
+}
