@@ -325,3 +325,28 @@ impl Drop for Mapping {
         let _ = unsafe { munmap(self.start.cast(), self.len) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+
+    /// The kernel's flags of the mapping that begins here.
+    fn flags(start: *mut u8) -> String {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = format!("{:x}-", start.addr());
+        let lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        lines.into_iter().find_map(|line| line.strip_prefix("VmFlags:")).unwrap().to_owned()
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "it needs the kernel")]
+    fn core_dumps_leave_guest_memory_out() {
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, 1 << 16).unwrap();
+        let mapping = Mapping::of_file(&file, 0, 1 << 16).unwrap();
+        let flags = flags(mapping.as_ptr());
+        assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+    }
+}

@@ -103,7 +103,12 @@ impl HeldWrites {
         fs::remove_file(self.space.path().join("filler"))?;
         ctl(&self.folders, &["resume", "vm"])?;
         end_writes(&mut self.frontend, 0..4)?;
-        self.wait_until("ready")
+        self.wait_until("ready")?;
+        let text = ctl(&self.folders, &["metrics"])?;
+        let line = text.lines().find(|line| line.starts_with("ringhaul_held_seconds_total{"));
+        let held: f64 = line.and_then(|line| line.split(' ').nth(1)).context("no time")?.parse()?;
+        ensure!(held > 0.0, "{line:?}");
+        Ok(())
     }
 }
 

@@ -76,3 +76,16 @@ fn the_sandbox_is_tight() -> Result<()> {
     }
     Ok(())
 }
+
+/// Guest memory counts in the cgroup of the daemon, which would be killed at a limit.
+#[test]
+fn the_daemon_has_no_limit_of_memory_and_is_killed_last() -> Result<()> {
+    for (unit, _) in UNITS {
+        let text = fs::read_to_string(Path::new(CONTRIB).join(unit))?;
+        ensure!(text.lines().any(|line| line == "OOMScoreAdjust=-900"), "{unit}");
+        let is_limit = |line: &&str| line.starts_with("Memory") && !line.starts_with("MemoryDeny");
+        let limit = text.lines().find(is_limit);
+        ensure!(limit.is_none(), "{unit} has {limit:?}");
+    }
+    Ok(())
+}

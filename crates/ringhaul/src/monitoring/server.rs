@@ -401,6 +401,25 @@ mod tests {
         drop(nbd);
     }
 
+    #[test]
+    fn a_further_client_is_accepted_when_one_of_the_most_has_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics");
+        let listener = Listener::bind(&MetricsAddress::Unix(path.clone())).unwrap();
+        let mut server = Server { listener, daemon: Weak::new(), clients: Vec::new() };
+        let connect = || std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let _all: Vec<_> = (0..=CLIENTS_MAX).map(|_| connect()).collect();
+        let now = Instant::now();
+        server.accept(now);
+        assert_eq!(server.clients.len(), CLIENTS_MAX);
+        server.clients.pop();
+        server.accept(now);
+        assert_eq!(server.clients.len(), CLIENTS_MAX, "it still waits");
+        server.clients.pop();
+        server.accept(now);
+        assert_eq!(server.clients.len(), CLIENTS_MAX - 1);
+    }
+
     /// A client that sends nothing, one that sends too much, and one that reads nothing.
     #[test]
     fn a_client_that_does_not_finish_delays_no_other_one() {
