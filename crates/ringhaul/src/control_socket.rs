@@ -245,7 +245,7 @@ fn serve_client(
     let mut input = if role == Role::Reader { Input::without_fds() } else { Input::default() };
     loop {
         match connection.receive(&mut input)? {
-            Line::Whole(line) if line.trim_ascii().is_empty() => input.close_fds(),
+            Line::Whole(line) if line.trim_ascii().is_empty() => {}
             Line::Whole(line) => match takeover::old_process::parse_request(&line) {
                 // A taker receives every descriptor of the daemon, so it must be the owner.
                 Some(_) if role < Role::Owner => {
@@ -365,11 +365,15 @@ fn log_change(method: &str, export: Option<&str>, Peer { pid, uid, .. }: &Peer) 
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, Write};
+    use std::io::BufRead;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::MetadataExt;
     use std::time::Instant;
 
     use clap::{Args, FromArgMatches};
     use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
+    use rustix::process::{Gid, Uid, geteuid};
+    use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
     use serde_json::json;
 
     use super::descriptors::send_line;
@@ -468,38 +472,93 @@ mod tests {
     struct Scene {
         daemon: Arc<Daemon>,
         _ending: crate::daemon::Shutdown,
+        _socket: (tempfile::TempDir, Arc<Endpoint>),
+        access: Access,
         quota: ClientQuota,
         served: Option<UnixStream>,
         client: BufReader<UnixStream>,
     }
 
+    const MEMBERS: u32 = 4711;
+    const READERS: u32 = 4712;
+
     impl Scene {
         fn new() -> Self {
+            Self::of_pair(UnixStream::pair().unwrap(), Access::default())
+        }
+
+        /// The client is another user in this group, and may name files and sockets in `folder`.
+        /// `None`: only root can become another user.
+        fn of_group(group: u32, folder: &Path) -> Option<Self> {
+            if !geteuid().is_root() {
+                eprintln!("skipped: only root can become another user");
+                return None;
+            }
+            // The user of this thread alone changes, and it ends.
+            let connect = move || {
+                let (uid, gid) = (Uid::from_raw(65534), Gid::from_raw(65534));
+                set_thread_groups(&[Gid::from_raw(group)]).unwrap();
+                set_thread_res_gid(gid, gid, gid).unwrap();
+                set_thread_res_uid(uid, uid, uid).unwrap();
+                UnixStream::pair().unwrap()
+            };
+            let pair = std::thread::spawn(connect).join().unwrap();
+            let groups = SocketGroups { owner: Some(MEMBERS), further: Some(READERS) };
+            let folders = vec![folder.to_owned()];
+            let (disk_folders, socket_folders) = (folders.clone(), folders);
+            let access = Access { groups, disk_folders, socket_folders, control: None };
+            Some(Self::of_pair(pair, access))
+        }
+
+        fn of_pair((served, client): (UnixStream, UnixStream), access: Access) -> Self {
             let serve = ServeArgs::augment_args(clap::Command::new("serve"));
             let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
             let (daemon, ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
             let changes = SettingsChange::default();
             let options = ProcessOptions { directory: "/".into(), arguments: vec![], changes };
-            daemon.set_process_options(options, None);
+            let folder = tempfile::tempdir().unwrap();
+            let endpoint = Endpoint::bind(&folder.path().join("control"), "--control").unwrap();
+            let endpoint = Arc::new(endpoint);
+            daemon.set_process_options(options, Some(Arc::downgrade(&endpoint)));
             let (daemon, quota) = (Arc::new(daemon), ClientQuota::default());
-            let (served, client) = UnixStream::pair().unwrap();
             let (served, client) = (Some(served), BufReader::new(client));
-            Self { daemon, _ending: ending, quota, served, client }
+            Self {
+                daemon,
+                _ending: ending,
+                _socket: (folder, endpoint),
+                access,
+                quota,
+                served,
+                client,
+            }
         }
 
         /// Serves the client until it leaves.
         fn serve(&mut self) -> impl FnOnce() -> Result<()> + Send + use<> {
             let (daemon, quota) = (Arc::downgrade(&self.daemon), self.quota.clone());
-            let stream = self.served.take().unwrap();
+            let (stream, access) = (self.served.take().unwrap(), self.access.clone());
             move || {
-                let (in_progress, access) = (RequestsInProgress::default(), Access::default());
+                let in_progress = RequestsInProgress::default();
                 serve_client(stream, access.into(), &daemon, &in_progress, &quota)
             }
         }
 
         fn send(&mut self, method: &str, params: &Value) {
+            self.send_with(method, params, &[]);
+        }
+
+        fn send_with(&mut self, method: &str, params: &Value, files: &[File]) {
             let line = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-            writeln!(self.client.get_mut(), "{line}").unwrap();
+            send_line(self.client.get_ref(), format!("{line}\n").as_bytes(), files).unwrap();
+        }
+
+        /// Serves the client while it sends these requests, and hangs up.
+        fn ask(&mut self, requests: impl FnOnce(&mut Self)) {
+            let serve = self.serve();
+            let serving = std::thread::spawn(serve);
+            requests(self);
+            self.client.get_ref().shutdown(std::net::Shutdown::Write).unwrap();
+            serving.join().unwrap().unwrap();
         }
 
         fn answer(&mut self) -> Value {
@@ -547,6 +606,153 @@ mod tests {
         });
         assert_eq!((waiting, answer.1), ((1, 1), (1, 0)));
         assert_eq!(answer.0["error"]["message"], "it is late");
+    }
+
+    /// The name of a file at this place, as a request has it.
+    fn named(path: &Path, lun: Option<u16>) -> Value {
+        json!([{ "path": path, "lun": lun }])
+    }
+
+    /// A reader could otherwise use up the open files of the daemon.
+    #[test]
+    fn readers_pass_no_descriptors() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = || File::open(folder.path()).unwrap();
+        for (group, is_refused) in [(READERS, false), (MEMBERS, true)] {
+            let Some(mut scene) = Scene::of_group(group, folder.path()) else { return };
+            scene.ask(|scene| {
+                scene.send_with("ping", &json!({}), &[file()]);
+                let answer = scene.answer();
+                let says = answer["error"]["message"].as_str().unwrap_or_default();
+                assert_eq!(says.contains("1 descriptors came"), is_refused, "{answer}");
+                assert_eq!(answer["error"].is_null(), !is_refused, "{answer}");
+            });
+        }
+    }
+
+    /// The next request has its own descriptors alone.
+    #[test]
+    fn descriptors_of_a_refused_takeover_are_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(mut scene) = Scene::of_group(MEMBERS, folder.path()) else { return };
+        scene.ask(|scene| {
+            let begin = json!({ "formats": FORMATS, "inflight-versions": [], "version": "" });
+            scene.send_with(BEGIN, &begin, &[File::open(folder.path()).unwrap()]);
+            assert_eq!(scene.answer()["error"]["code"], 7);
+            scene.send("ping", &json!({}));
+            let answer = scene.answer();
+            assert!(answer["result"].is_object(), "{answer}");
+        });
+    }
+
+    /// A file at a wrong place would be closed in silence, and the daemon would open another one.
+    #[test]
+    fn each_file_of_a_request_is_at_the_place_of_a_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        const MISPLACED: &str = "no disk of the request is at the place of";
+        let of_member = Scene::of_group(MEMBERS, folder.path());
+        for mut scene in of_member.into_iter().chain([Scene::new()]) {
+            scene.ask(|scene| {
+                let mut call = |method: &str, mut params: Value, lun: Option<u16>| {
+                    params[DESCRIPTORS] = named(&path, lun);
+                    scene.send_with(method, &params, &[File::open(&path).unwrap()]);
+                    scene.answer()["error"]["message"].as_str().unwrap_or_default().to_owned()
+                };
+                let disk = json!({ "file": path });
+                let export = |name: &str, device: Value| {
+                    let endpoint = json!({ "path": folder.path().join(name) });
+                    json!({ "name": name, "endpoint": endpoint, "device": device,
+                        "read-only": true })
+                };
+                let blk = json!({ "blk": disk });
+                let scsi = json!({ "scsi": [{ "lun": 0, "disk": disk }] });
+                let unit = json!({ "export": "scsi", "unit": { "lun": 3, "disk": disk } });
+                for (method, params, wrong, right) in [
+                    ("export.add", export("blk", blk), Some(0), None),
+                    ("export.add", export("scsi", scsi), None, Some(0)),
+                    ("lun.add", unit, Some(2), Some(3)),
+                ] {
+                    let says = call(method, params.clone(), wrong);
+                    assert!(says.contains(MISPLACED), "{method}: {says}");
+                    assert_eq!(call(method, params, right), "", "{method}");
+                }
+            });
+        }
+    }
+
+    /// The modes in which this process has a file open.
+    fn modes_of(path: &Path) -> Vec<OFlags> {
+        let numbers = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let of_path = numbers.filter(|fd| std::fs::read_link(fd.path()).is_ok_and(|to| to == path));
+        let flags = of_path.map(|fd| {
+            let info = Path::new("/proc/self/fdinfo").join(fd.file_name());
+            let info = std::fs::read_to_string(info).unwrap_or_default();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+            let flags = flags.map_or(0, |flags| u32::from_str_radix(flags.trim(), 8).unwrap());
+            OFlags::from_bits_retain(flags) & OFlags::RWMODE
+        });
+        flags.collect()
+    }
+
+    /// The daemon opens the file of a member for the guest, which may only read it.
+    #[test]
+    fn the_unit_of_a_member_has_the_settings_of_its_export() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk").canonicalize().unwrap_or(folder.path().join("disk"));
+        std::fs::write(&path, [0; 4096]).unwrap();
+        for (read_only, mode) in [(true, OFlags::RDONLY), (false, OFlags::RDWR)] {
+            let Some(mut scene) = Scene::of_group(MEMBERS, folder.path()) else { return };
+            scene.ask(|scene| {
+                let endpoint = json!({ "path": folder.path().join("vm") });
+                let vm = json!({ "name": "vm", "endpoint": endpoint, "read-only": read_only,
+                    "device": { "scsi": [{ "lun": 0, "disk": "null:1M" }] } });
+                let unit = json!({ "lun": 1, "disk": { "file": path } });
+                for (method, params) in
+                    [("export.add", vm), ("lun.add", json!({ "export": "vm", "unit": unit }))]
+                {
+                    scene.send(method, &params);
+                    let answer = scene.answer();
+                    assert!(answer["error"].is_null(), "{method}: {answer}");
+                }
+                let modes = modes_of(&path);
+                assert!(!modes.is_empty() && modes.iter().all(|it| *it == mode), "{modes:?}");
+            });
+        }
+    }
+
+    /// A client in another language reads the answer first, and then as many descriptors as it
+    /// names.
+    #[test]
+    fn descriptors_follow_the_answer_of_an_upgrade() {
+        let mut scene = Scene::new();
+        scene.ask(|scene| {
+            scene.send("upgrade.begin", &json!({}));
+            let mut stream = scene.client.get_ref();
+            // One byte at a time, so that no descriptor is lost.
+            let (mut line, mut byte) = (Vec::new(), [0]);
+            while line.last() != Some(&b'\n') {
+                stream.read_exact(&mut byte).unwrap();
+                line.extend(byte);
+            }
+            let answer: Value = serde_json::from_slice(&line).unwrap();
+            assert_eq!(answer["result"]["process"], std::process::id(), "{answer}");
+            let mut receiver = takeover::wire::Receiver::new(stream.try_clone().unwrap());
+            let own = [std::io::stdout().as_raw_fd(), std::io::stderr().as_raw_fd()];
+            let id = |fd: i32| {
+                let found = std::fs::metadata(format!("/proc/self/fd/{fd}")).unwrap();
+                (found.dev(), found.ino())
+            };
+            let streams = receiver.fds(2).unwrap();
+            assert!(streams.iter().map(|fd| id(fd.as_raw_fd())).eq(own.map(id)));
+            // No later answer has them again.
+            scene.send("ping", &json!({}));
+            let answer = receiver.line().unwrap().unwrap();
+            assert!(answer.starts_with(b"{"), "{answer:?}");
+            scene.client.get_ref().shutdown(std::net::Shutdown::Write).unwrap();
+            assert!(receiver.fds(1).is_err());
+        });
     }
 
     #[test]

@@ -258,9 +258,15 @@ fn is_owner(peer: u32, own: u32) -> bool {
     peer == 0 || peer == own
 }
 
-/// The files of all disks, by the places of these.
-pub(super) fn by_place(files: &mut Vec<(Descriptor, File)>) -> PassedFiles {
-    let places: BTreeSet<Option<UnitPlace>> = files.iter().map(|(name, _)| name.place()).collect();
+/// Takes out the files of the disks that a command adds, by the places of these.
+pub(super) fn by_place(command: &Command, files: &mut Vec<(Descriptor, File)>) -> PassedFiles {
+    let mut places: BTreeSet<Option<UnitPlace>> = match command {
+        Command::Add(specs) => specs.iter().flat_map(|spec| spec.device.places()).collect(),
+        Command::AddUnit(_, unit) => [Some(unit.place())].into(),
+        _ => BTreeSet::new(),
+    };
+    // The daemon opens all files of the other disks.
+    places.retain(|place| files.iter().any(|(name, _)| name.place() == *place));
     let table = |place| (place, Arc::new(FileTable::new(take_at(files, place), false)));
     places.into_iter().map(table).collect()
 }

@@ -123,7 +123,7 @@ impl Client {
     pub(super) fn handle(&mut self, command: Command) -> Result<Reply, RpcError> {
         let (mut command, mut files) = (command, std::mem::take(&mut self.descriptors));
         let passed = match self.slot.role {
-            Role::Owner => by_place(&mut files),
+            Role::Owner => by_place(&command, &mut files),
             Role::Member | Role::Reader => {
                 let refuse = |error| RpcError::new(Code::Refused, format!("{error:#}"));
                 let export = self.settings_for(&command)?;
