@@ -22,6 +22,7 @@ mod format_warnings;
 mod held_writes;
 mod idle;
 mod install;
+mod kept_sessions;
 mod left_requests;
 mod locks;
 mod log;

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -25,6 +25,12 @@ pub(crate) struct Scene<'a> {
 
 /// An attempt. It fails with the errno of the kernel.
 pub(crate) type Attempt = fn(&Scene<'_>) -> io::Result<()>;
+
+/// A signal that waits in the process which starts all attempts.
+pub(crate) const WAITING_SIGNAL: libc::c_int = libc::SIGURG;
+
+/// The command that chooses the signal of a file (fcntl(2)).
+const F_SETSIG: libc::c_int = 10;
 
 /// All attempts by their names.
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
@@ -61,6 +67,25 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         let parent = libc::pid_t::try_from(std::os::unix::process::parent_id()).unwrap();
         // SAFETY: signal 0 only checks the permission.
         check(unsafe { libc::kill(parent, 0) }.into())
+    }),
+    ("have the kernel signal another process", |_| {
+        let parent = libc::pid_t::try_from(std::os::unix::process::parent_id()).unwrap();
+        let (ours, theirs) = UnixStream::pair()?;
+        for (command, value) in
+            [(libc::F_SETOWN, parent), (F_SETSIG, WAITING_SIGNAL), (libc::F_SETFL, libc::O_ASYNC)]
+        {
+            // SAFETY: none of these commands has a pointer.
+            check(unsafe { libc::fcntl(ours.as_raw_fd(), command, value) }.into())?;
+        }
+        // The kernel sends the signal before this returns.
+        (&theirs).write_all(b"x")?;
+        let status = std::fs::read_to_string(format!("/proc/{parent}/status"))?;
+        let waiting = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+        let waiting = waiting.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        match waiting.is_some_and(|mask| mask & 1 << (WAITING_SIGNAL - 1) != 0) {
+            true => Ok(()),
+            false => Err(io::Error::from_raw_os_error(libc::EPERM)),
+        }
     }),
     ("execute a program", |_| {
         // A program that runs takes the place of this one, so its status is that of success.
@@ -177,6 +202,18 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         }
     }),
 ];
+
+/// Lets [`WAITING_SIGNAL`] wait. The children of this process receive it as usual.
+pub(crate) fn hold_signal() {
+    let mut signals = std::mem::MaybeUninit::uninit();
+    // SAFETY: the set is written before it is used, and the old set of this thread is not wanted.
+    let result = unsafe {
+        libc::sigemptyset(signals.as_mut_ptr());
+        libc::sigaddset(signals.as_mut_ptr(), WAITING_SIGNAL);
+        libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), std::ptr::null_mut())
+    };
+    assert_eq!(result, 0);
+}
 
 impl Scene<'_> {
     /// The name of an abstract socket that receives.
