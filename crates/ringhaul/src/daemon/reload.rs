@@ -222,10 +222,11 @@ impl Reloader {
     fn read(&self) -> Result<Config> {
         let (file, (done, result)) = (self.file.clone(), mpsc::channel());
         let (path, seconds) = (self.file.path().display(), READ_MAX.as_secs());
-        let hangs = Arc::clone(&self.reading);
-        if Arc::strong_count(&hangs) > READERS_MAX {
+        // One of the owners is this.
+        if Arc::strong_count(&self.reading) > READERS_MAX {
             bail!("earlier reads of {path} still hang: its file system does not answer");
         }
+        let hangs = Arc::clone(&self.reading);
         let work = move || {
             let _hangs = hangs;
             // The reload may have been cancelled.
@@ -669,6 +670,25 @@ mod tests {
     }
 
     const NULL: &str = "{ null = { size-bytes = 512 } }";
+
+    /// Each reload would otherwise leave a thread behind.
+    #[test]
+    fn readers_that_hang_refuse_a_further_reader_from_some_number_on() {
+        let scene = Scene::new(&blk("a"), |_| Vec::new());
+        let mut hanging = Vec::new();
+        for _ in 0..READERS_MAX {
+            assert!(scene.reloader.read().is_ok(), "{} readers hang", hanging.len());
+            // Its reader ends after it has answered.
+            crate::testing::wait_until(|| {
+                Arc::strong_count(&scene.reloader.reading) == 1 + hanging.len()
+            });
+            hanging.push(Arc::clone(&scene.reloader.reading));
+        }
+        let error = format!("{:#}", scene.reloader.read().map(drop).unwrap_err());
+        assert!(error.contains("ringhaul.toml still hang"), "{error}");
+        hanging.pop();
+        assert!(scene.reloader.read().is_ok());
+    }
 
     #[test]
     fn an_export_that_is_not_served_is_added_again() {
