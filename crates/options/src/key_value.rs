@@ -68,10 +68,6 @@ impl de::Error for Error {
         Self::UnknownWord { word: redact_part(word), expected }
     }
 
-    fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
-        Self::UnknownKey { key: redact_part(key), expected: expected.to_vec() }
-    }
-
     fn missing_field(field: &'static str) -> Self {
         Self::MissingKey(key_of(field))
     }
@@ -378,6 +374,18 @@ mod tests {
         size: u64,
     }
 
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Even {
+        #[serde(deserialize_with = "even")]
+        even: u64,
+    }
+
+    fn even<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let number = u64::deserialize(deserializer)?;
+        let is_even = number.is_multiple_of(2);
+        is_even.then_some(number).ok_or_else(|| de::Error::custom("it must be even"))
+    }
+
     fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
         Size::deserialize(deserializer).map(|size| size.0)
     }
@@ -443,6 +451,11 @@ mod tests {
         };
         let reason = |text: &str| read(text).map_err(|error: Error| error.to_string());
         assert_eq!(reason("number=1,size=1M"), Ok((1 << 20, 1)));
+        for (text, expected) in [("even=2", "Ok(Even { even: 2 })"), ("even=3", "be even")] {
+            let parts = [text.to_owned()];
+            let read = Parts::new(&parts).finish::<Even>().map_err(|error| error.to_string());
+            assert!(format!("{read:?}").contains(expected), "{read:?}");
+        }
         assert_eq!(
             reason("size=1X").unwrap_err().split(" (").next(),
             Some("size: '1X' has the unknown size suffix 'X'",)

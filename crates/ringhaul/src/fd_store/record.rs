@@ -1,11 +1,13 @@
 //! The record of a session in a memory file: two halves, the newer of which is valid. A process
 //! that is killed while it writes one half leaves the older half valid.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::io::{pread, pwrite};
+use rustix::io::pread;
 use serde::{Deserialize, Serialize};
 use vhost_user::SessionState;
 
@@ -39,7 +41,7 @@ pub(super) struct Record {
 
 /// The file of a record.
 pub(super) struct RecordFile {
-    file: OwnedFd,
+    file: File,
     /// The number of the last record.
     number: u64,
 }
@@ -47,7 +49,7 @@ pub(super) struct RecordFile {
 impl RecordFile {
     pub(super) fn new() -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = memfd_create("ringhaul-front-end", flags)?;
+        let file = File::from(memfd_create("ringhaul-front-end", flags)?);
         ftruncate(&file, SENT_BYTES + 2 * HALF_BYTES)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok(Self { file, number: 0 })
@@ -67,15 +69,15 @@ impl RecordFile {
         if body.len() as u64 > HALF_BYTES - HEADER_BYTES as u64 {
             return Err(io::Error::other(format!("a record cannot have {} bytes", body.len())));
         }
-        write_all(&self.file, &body, half + HEADER_BYTES as u64)?;
-        write_all(&self.file, &header(number, &body), half)?;
+        self.file.write_all_at(&body, half + HEADER_BYTES as u64)?;
+        self.file.write_all_at(&header(number, &body), half)?;
         self.number = number;
         Ok(())
     }
 
     /// Notes that the answer in the last record was sent.
     pub(super) fn note_sent(&self) -> io::Result<()> {
-        write_all(&self.file, &self.number.to_ne_bytes(), 0)
+        self.file.write_all_at(&self.number.to_ne_bytes(), 0)
     }
 }
 
@@ -144,15 +146,6 @@ fn header(number: u64, body: &[u8]) -> [u8; HEADER_BYTES] {
     checksum.update(body);
     header[20..].copy_from_slice(&checksum.finalize().to_ne_bytes());
     header
-}
-
-fn write_all(file: &OwnedFd, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
-    while !bytes.is_empty() {
-        let written = pwrite(file, bytes, offset)?;
-        bytes = &bytes[written..];
-        offset += written as u64;
-    }
-    Ok(())
 }
 
 fn read_all(file: BorrowedFd<'_>, bytes: &mut [u8], offset: u64) -> Option<()> {

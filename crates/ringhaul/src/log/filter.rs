@@ -32,7 +32,7 @@ const CRATES: &[&str] = &[
 pub(super) fn parse(text: &str) -> Result<Targets, String> {
     let refused = |why: String| format!("'{text}' is not a filter: {why}");
     let mut targets = Targets::new().with_default(DEFAULT_LEVEL);
-    for directive in text.split(',').map(str::trim) {
+    for directive in text.split(',') {
         targets = match directive.split_once('=') {
             Some((part, level)) => targets.with_target(
                 checked_part(part).map_err(refused)?,

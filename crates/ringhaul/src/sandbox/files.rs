@@ -55,10 +55,7 @@ pub(super) fn restrict(rules: &Rules) -> Result<(bool, Vec<String>)> {
     }
     let status = ruleset.restrict_self().context("cannot enter the sandbox of Landlock")?;
     Ok(match status.landlock {
-        LandlockStatus::Available { effective_abi, .. } => {
-            let lacks = PARTS.iter().filter(|(since, _)| *since > effective_abi);
-            (true, lacks.map(|(_, part)| format!("this kernel does not restrict {part}")).collect())
-        }
+        LandlockStatus::Available { effective_abi, .. } => (true, lacks_of(effective_abi)),
         LandlockStatus::NotEnabled => {
             let text = "Landlock is not enabled (lsm=landlock on the command line of the kernel)";
             (false, vec![text.to_owned()])
@@ -68,6 +65,12 @@ pub(super) fn restrict(rules: &Rules) -> Result<(bool, Vec<String>)> {
             vec!["this kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK)".to_owned()],
         ),
     })
+}
+
+/// The parts that this version of Landlock lacks.
+fn lacks_of(version: ABI) -> Vec<String> {
+    let lacks = PARTS.iter().filter(|(since, _)| *since > version);
+    lacks.map(|(_, part)| format!("this kernel does not restrict {part}")).collect()
 }
 
 fn begin(rules: &Rules) -> Result<RulesetCreated> {
@@ -112,5 +115,21 @@ fn rights(used: Use) -> BitFlags<AccessFs> {
         }
         Use::Sockets => MakeSock | RemoveFile,
         Use::Replace => ReadFile | ReadDir | WriteFile | Truncate | MakeReg | RemoveFile,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_lacks_the_parts_of_later_versions() {
+        for (version, lacks) in
+            [(ABI::V1, 5), (ABI::V2, 4), (ABI::V3, 3), (ABI::V4, 2), (ABI::V5, 1), (ABI::V6, 0)]
+        {
+            let found = lacks_of(version);
+            assert_eq!(found.len(), lacks, "{version:?}: {found:?}");
+        }
+        assert!(lacks_of(ABI::V5)[0].contains("signals"));
     }
 }

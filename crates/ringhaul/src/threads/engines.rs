@@ -46,7 +46,8 @@ fn warn_of_few_cpus(iothreads: usize) {
 /// An engine and the reason for its choice.
 pub(crate) enum EngineChoice {
     AsAsked(EngineKind),
-    Best(Choice),
+    /// The best one, and the reason.
+    Best(EngineKind, String),
 }
 
 /// The name of the engine that a disk had in the previous process, and the reason for it.
@@ -85,7 +86,8 @@ pub(crate) fn choose(
             Choice { why, ..choice }
         }
     };
-    of_index.into_iter().enumerate().map(choose).map(EngineChoice::Best).collect()
+    let chosen = of_index.into_iter().enumerate().map(choose);
+    chosen.map(|Choice { engine, why, .. }| EngineChoice::Best(engine, why)).collect()
 }
 
 /// Finds the best engine for each of these disks.
@@ -119,7 +121,7 @@ fn from_previous((name, reason): &PreviousEngine) -> Option<EngineChoice> {
         Some(reason) if reason.starts_with(AS_BEFORE) => reason.to_owned(),
         Some(reason) => format!("{AS_BEFORE}: {reason}"),
     };
-    Some(EngineChoice::Best(Choice { engine, why, has_failed: false }))
+    Some(EngineChoice::Best(engine, why))
 }
 
 /// Returns the index of the disk whose trial stands for disk `index`: the one with the most data of
@@ -155,8 +157,8 @@ fn set_up_engine(
     let name = &disk.name;
     // A null disk does not use an engine.
     let is_shown = disk.source.has_engine();
-    let Choice { engine, why, .. } = match chosen {
-        EngineChoice::Best(choice) => choice,
+    let (engine, why) = match chosen {
+        EngineChoice::Best(engine, why) => (engine, why),
         EngineChoice::AsAsked(engine) => {
             add(args, threads, engine)?;
             let waits = engine == EngineKind::Aio && !disk.source.info().direct;
@@ -419,4 +421,68 @@ fn summary_of(stats: &Stats) -> String {
         stats.submitted_at_once.count(),
         stats.syscalls.epoll_wait.get() + stats.syscalls.io_uring_enter.get(),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use blockio::EngineConfig;
+    use blockio::config::CompletionRing;
+    use clap::{Args, FromArgMatches};
+
+    use super::*;
+
+    fn args(options: &[&str]) -> ServeArgs {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let words = ["serve"].iter().chain(options);
+        ServeArgs::from_arg_matches(&serve.get_matches_from(words)).unwrap()
+    }
+
+    fn threads(count: &str) -> Threads {
+        let args = Arc::new(args(&["--iothreads", count]));
+        Threads::new(args, mpsc::channel().0, Arc::new(Lock::new(ThreadWatch::new())))
+    }
+
+    #[test]
+    fn every_thread_is_shown_and_asked() {
+        let mut threads = threads("3");
+        assert!(threads.stats().is_empty() && threads.cpus().is_empty());
+        threads.all().unwrap();
+        let names = ["iothread-0", "iothread-1", "iothread-2"];
+        assert!(threads.stats().iter().map(|thread| &*thread.name).eq(names));
+        assert!(threads.cpus().iter().map(|thread| &*thread.name).eq(names));
+        let turns = || threads.stats().iter().map(|thread| thread.turns).collect::<Vec<_>>();
+        let before = turns();
+        assert!(threads.ask_for_turns().recv().is_err());
+        assert!(before.iter().zip(turns()).all(|(before, now)| *before < now), "{before:?}");
+    }
+
+    #[test]
+    fn options_of_engines_reach_their_engine() {
+        for (options, engine, expected) in [
+            (&[][..], EngineKind::IoUring, EngineConfig::IoUring { sqpoll: false, iopoll: false }),
+            (
+                &["--sqpoll"],
+                EngineKind::IoUring,
+                EngineConfig::IoUring { sqpoll: true, iopoll: false },
+            ),
+            (
+                &["--iopoll"],
+                EngineKind::IoUring,
+                EngineConfig::IoUring { sqpoll: false, iopoll: true },
+            ),
+            (
+                &["--completion-ring", "getevents"],
+                EngineKind::Aio,
+                EngineConfig::Aio { completion_ring: CompletionRing::Getevents },
+            ),
+            (
+                &[],
+                EngineKind::Aio,
+                EngineConfig::Aio { completion_ring: CompletionRing::Userspace },
+            ),
+            (&["--iopoll"], EngineKind::Threads, EngineConfig::Threads),
+        ] {
+            assert_eq!(args(options).engine_config(engine), expected, "{options:?}");
+        }
+    }
 }

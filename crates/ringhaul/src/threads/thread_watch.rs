@@ -75,12 +75,12 @@ impl ThreadWatch {
     }
 
     pub(crate) fn add(&mut self, name: String, remote: Remote) {
-        let (turns, since) = (remote.stats().turns.get(), Instant::now());
         self.threads.push(Watched {
             name,
             remote,
-            turns,
-            since,
+            // The thread has just started.
+            turns: 0,
+            since: Instant::now(),
             is_woken: false,
             reported_at: None,
             has_note: Default::default(),
