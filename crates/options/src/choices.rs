@@ -128,7 +128,20 @@ fn given_for_io_uring_only<'a>(engine: EngineKind, options: &[(&'a str, bool)]) 
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum as _;
+
     use super::*;
+
+    #[test]
+    fn the_completion_ring_is_read_in_the_named_way() {
+        for (choice, way) in [
+            (CompletionRingChoice::Userspace, CompletionRing::Userspace),
+            (CompletionRingChoice::Getevents, CompletionRing::Getevents),
+        ] {
+            assert_eq!(CompletionRing::from(choice), way);
+            assert_eq!(CompletionRingChoice::from_str(choice.name(), false), Ok(choice));
+        }
+    }
 
     #[test]
     fn options_of_io_uring_are_refused_for_other_engines() {

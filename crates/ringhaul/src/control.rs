@@ -462,3 +462,43 @@ impl<F: FnOnce()> Drop for OnDrop<F> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::testing::spawn_asleep;
+
+    /// A command that comes too late names the process to ask.
+    #[test]
+    fn a_released_control_names_the_new_process() {
+        let control = Control::start(|| ()).unwrap();
+        control.release(4242);
+        control.join();
+        let refused = control.show().unwrap_err();
+        assert!(matches!(refused, CommandError::HandedOver(4242)), "{refused:?}");
+    }
+
+    /// The process could otherwise end while exports do.
+    #[test]
+    fn the_end_of_the_last_export_is_awaited() {
+        let (may_end, ends) = mpsc::channel::<()>();
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&has_ended);
+        let control = Control::start(move || {
+            ends.recv().unwrap();
+            ended.store(true, Ordering::Relaxed);
+        });
+        let control = control.unwrap();
+        control.begin_stop();
+        std::thread::scope(|scope| {
+            let joins = spawn_asleep(scope, || {
+                control.join();
+                has_ended.load(Ordering::Relaxed)
+            });
+            may_end.send(()).unwrap();
+            assert!(joins.join().unwrap(), "it has not waited");
+        });
+    }
+}

@@ -382,7 +382,7 @@ mod tests {
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::settings::SettingsChange;
-    use crate::testing::spawn_asleep;
+    use crate::testing::{Kept, spawn_asleep};
     use crate::threads::ownership::Refusal;
 
     /// Clients could otherwise use up the open files of the daemon.
@@ -418,6 +418,19 @@ mod tests {
         }
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
         served.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn the_log_names_the_author_and_the_export_of_a_change() {
+        for (pid, export, expected) in [
+            (Some(71), Some("vm"), r#"disk.set by user 12, process 71 export="vm""#),
+            (None, Some("vm"), r#"disk.set by user 12, a process outside export="vm""#),
+            (Some(71), None, "disk.set by user 12, process 71"),
+        ] {
+            let peer = Peer { pid, uid: 12, gid: 13 };
+            let lines = Kept::lines_of(|| log_change("disk.set", export, &peer));
+            assert!(lines[0].ends_with(expected) && lines[0].contains(" INFO "), "{lines:?}");
+        }
     }
 
     /// The log has a line for each change, for an audit.
@@ -521,6 +534,8 @@ mod tests {
             let endpoint = Arc::new(endpoint);
             daemon.set_process_options(options, Some(Arc::downgrade(&endpoint)));
             let (daemon, quota) = (Arc::new(daemon), ClientQuota::default());
+            // Ends a hopeless wait.
+            client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
             let (served, client) = (Some(served), BufReader::new(client));
             Self {
                 daemon,
@@ -752,6 +767,51 @@ mod tests {
             assert!(answer.starts_with(b"{"), "{answer:?}");
             scene.client.get_ref().shutdown(std::net::Shutdown::Write).unwrap();
             assert!(receiver.fds(1).is_err());
+        });
+    }
+
+    /// Programs decide by the code what to do next.
+    #[test]
+    fn each_refusal_has_its_code() {
+        let folder = tempfile::tempdir().unwrap();
+        let export = |name: &str, disk: Value, queues: u16| {
+            let endpoint = json!({ "path": folder.path().join(name) });
+            json!({ "name": name, "endpoint": endpoint, "device": { "blk": disk },
+                "num-queues": queues })
+        };
+        let null = || json!("null:1M");
+        let absent = json!({ "file": folder.path().join("absent") });
+        let unit = json!({ "export": "vm", "unit": { "lun": 0, "disk": "null:1M" } });
+        let mut scene = Scene::new();
+        scene.ask(|scene| {
+            for (method, params, code) in [
+                ("export.add", export("vm", null(), 1), None),
+                ("export.add", export("vm", null(), 1), Some(3)),
+                ("export.add", export("other", absent, 1), Some(1)),
+                ("export.add", export("other", null(), 0), Some(-32602)),
+                ("export.remove", json!({ "export": "other" }), Some(2)),
+                ("lun.add", unit, Some(5)),
+                ("disk.resume", json!({ "export": "vm", "lun": 3 }), Some(5)),
+                ("export.show", json!({ "exports": "vm" }), Some(-32602)),
+                ("export.shows", json!({}), Some(-32601)),
+            ] {
+                scene.send(method, &params);
+                let answer = scene.answer();
+                assert_eq!(answer["error"]["code"].as_i64(), code, "{method} {params}: {answer}");
+            }
+        });
+    }
+
+    /// A caller that asks for a long wait must not ask a thousand times.
+    #[test]
+    fn an_upgrade_is_awaited_for_the_time_that_the_caller_states() {
+        let mut scene = Scene::new();
+        scene.ask(|scene| {
+            let start = Instant::now();
+            scene.send("upgrade.wait", &json!({ "process": 7, "deadline-ms": 50 }));
+            let answer = scene.answer();
+            assert_eq!(answer["result"]["has-asked"], false, "{answer}");
+            assert!(start.elapsed() >= Duration::from_millis(50), "it has not waited");
         });
     }
 

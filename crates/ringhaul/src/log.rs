@@ -343,41 +343,20 @@ fn write_json(mut writer: Writer<'_>, level: Level, fields: &Fields) -> fmt::Res
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
-    use std::sync::{Arc, Mutex};
-
-    use tracing_subscriber::fmt::MakeWriter;
 
     use super::*;
+    use crate::testing::Kept;
 
-    /// Collects the lines of a test.
-    #[derive(Clone, Default)]
-    struct Kept(Arc<Mutex<Vec<u8>>>);
-
-    impl std::io::Write for Kept {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
-    impl MakeWriter<'_> for Kept {
-        type Writer = Self;
-
-        fn make_writer(&self) -> Self {
-            self.clone()
-        }
+    /// The journal of systemd filters by the priorities of sd-daemon(3).
+    #[test]
+    fn levels_have_the_priorities_of_the_journal() {
+        let levels = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
+        assert_eq!(levels.map(journal_priority), [3, 4, 6, 7, 7]);
     }
 
     fn events() {
         tracing::warn!(export = %"a \"disk\"\n", left_out = 3_u64, "a {} of {}", "line", 2);
         tracing::info!("plain");
-    }
-
-    fn text_of(kept: &Kept) -> String {
-        String::from_utf8(kept.0.lock().unwrap().clone()).unwrap()
     }
 
     #[test]
@@ -389,7 +368,7 @@ mod tests {
             .event_format(LineFormat(|| false))
             .finish();
         tracing::subscriber::with_default(subscriber, events);
-        let text = text_of(&kept);
+        let text = kept.text();
         let lines: Vec<_> =
             text.lines().map(|line| line.split_once("Z ").expect("a time").1).collect();
         let first = " WARN a \"disk\"\\n: a line of 2 (3 more were not logged)";
@@ -421,7 +400,7 @@ mod tests {
             tracing::warn!("outside");
             export_span("").in_scope(|| tracing::warn!("without a name"));
         });
-        let lines = text_of(&kept);
+        let lines = kept.text();
         let lines: Vec<serde_json::Value> =
             lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let export = |line: &serde_json::Value| line.get("export").map(ToString::to_string);
@@ -446,7 +425,7 @@ mod tests {
             .event_format(LineFormat(|| false))
             .finish();
         tracing::subscriber::with_default(subscriber, || tracing::info!("plain"));
-        let text = text_of(&kept);
+        let text = kept.text();
         assert!(text.starts_with("\x1b[2m20"), "{text:?}");
         assert!(text.ends_with("Z\x1b[0m \x1b[32m INFO\x1b[0m plain\n"), "{text:?}");
     }
@@ -459,7 +438,7 @@ mod tests {
             .event_format(LineFormat(|| true))
             .finish();
         tracing::subscriber::with_default(subscriber, events);
-        let text = text_of(&kept);
+        let text = kept.text();
         let lines: Vec<serde_json::Value> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(lines.len(), 2);

@@ -477,3 +477,18 @@ fn parse_queue_size(text: &str) -> Result<u16, String> {
     check_queue_size(size).map_err(|error| error.to_string())?;
     Ok(size)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_guest_memory_are_those_of_the_word() {
+        for (choice, files) in [
+            (MemoryFilesChoice::Sealable, MemoryFiles::Sealable),
+            (MemoryFilesChoice::Any, MemoryFiles::Any),
+        ] {
+            assert_eq!(MemoryFiles::from(choice), files);
+        }
+    }
+}

@@ -141,3 +141,34 @@ fn denied_folder(path: &Path) -> Option<String> {
     }
     Some(rules::folder_of(path).display().to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use iomem::fits;
+    use seccompiler::SeccompAction;
+
+    use super::*;
+
+    /// Runs in a process of its own, which the sandbox confines.
+    #[test]
+    fn parts_that_the_kernel_lacks_are_told() {
+        const CHILD: &str = "RINGHAUL_TEST_CONFINED";
+        if std::env::var_os(CHILD).is_none() {
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let name = "sandbox::tests::parts_that_the_kernel_lacks_are_told";
+            child.args(["--exact", name, "--test-threads", "1"]).env(CHILD, "1");
+            let output = child.output().unwrap();
+            let shown = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && shown.contains("1 passed"), "{shown}");
+            return;
+        }
+        assert!(missing().is_empty() && mode() == SandboxMode::Off);
+        let absent = SeccompAction::Errno(fits(libc::ENOSYS, "an errno"));
+        calls::apply([(libc::SYS_landlock_create_ruleset, Vec::new())].into(), absent).unwrap();
+        confine(SandboxMode::On, Rules::default(), None).unwrap();
+        let told = missing();
+        assert!(told.iter().any(|part| part.contains("has no Landlock")), "{told:?}");
+        assert!(mode() == SandboxMode::On);
+        assert_eq!(advice_on_disk(Path::new("/any")), None, "the kernel restricts no file");
+    }
+}

@@ -1,11 +1,48 @@
 //! Helpers of unit tests.
 
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 /// Ends a hopeless wait.
 const LIMIT: Duration = Duration::from_secs(30);
+
+/// Collects the lines that a test logs.
+#[derive(Clone, Default)]
+pub(crate) struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl Kept {
+    /// All lines so far.
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
+    /// Collects the lines of a call in the form of the library, without colours.
+    pub(crate) fn lines_of(call: impl FnOnce()) -> Vec<String> {
+        let kept = Self::default();
+        let log = tracing_subscriber::fmt().with_ansi(false).with_writer(kept.clone());
+        tracing::subscriber::with_default(log.finish(), call);
+        kept.text().lines().map(str::to_owned).collect()
+    }
+}
+
+impl std::io::Write for Kept {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl tracing_subscriber::fmt::MakeWriter<'_> for Kept {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
 
 /// Waits for the work of other threads.
 pub(crate) fn wait_until(mut is_so: impl FnMut() -> bool) {

@@ -168,6 +168,14 @@ fn the_option_overrides_the_environment() -> Result<()> {
     let mut daemon = Running::start(serve(&socket, &file)?.env("RUST_LOG", "ringhaul=loud"))?;
     daemon.wait_for("RUST_LOG is ignored")?;
     daemon.wait_for(READY)?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+
+    // An empty variable is none.
+    let mut daemon = Running::serve(serve(&socket, &file)?.env("RUST_LOG", ""))?;
+    daemon.signal(Signal::TERM)?;
+    let log = daemon.finish()?.expect_code(0)?.stderr;
+    ensure!(!log.contains("RUST_LOG"), "{log}");
     Ok(())
 }
 

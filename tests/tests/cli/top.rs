@@ -4,7 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, TestFolders, bench, ringhaul, run, serve};
+use ringhaul_kit::cli::{Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve};
+use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_tools::process::wait_child;
 use serde_json::Value;
@@ -51,6 +52,33 @@ fn one_page_shows_the_load() -> Result<()> {
     ensure!(details.starts_with("vm: serving") && details.contains('█'), "{details}");
     load.signal(rustix::process::Signal::TERM)?;
     load.finish()?;
+    Ok(())
+}
+
+/// Each line has the figures of its own interval: a request is in one of them.
+#[test]
+fn a_request_is_in_the_figures_of_one_interval() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    let mut json = ringhaul_under(&["sh", "-c", "exec \"$@\" >&2", "sh"])?;
+    json.args(["ctl", "--control"]).arg(folders.socket("control"));
+    let mut pages = Running::start(json.args(["top", "--json", "--interval", "0.1"]))?;
+    let mut requests = || -> Result<f64> {
+        let page: Value = serde_json::from_str(&pages.wait_for("{")?)?;
+        let seconds = page["seconds"].as_f64().context("no seconds")?;
+        let rate = page["exports"][0]["requests-per-second"].as_f64().context("no rate")?;
+        Ok((rate * seconds).round())
+    };
+    ensure!(requests()? == 0.0);
+    frontend.read(0, 0, 4096)?;
+    let mut seen = Vec::new();
+    while seen.iter().filter(|count| **count == 0.0).count() < 5 || !seen.contains(&1.0) {
+        seen.push(requests()?);
+        ensure!(seen.iter().sum::<f64>() <= 1.0, "{seen:?}");
+    }
+    pages.signal(rustix::process::Signal::TERM)?;
+    pages.finish()?;
     Ok(())
 }
 

@@ -357,6 +357,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_unit_is_shown_by_target_and_number() {
+        assert_eq!(place_of(&json!({ "target": 3, "lun": 5 })), "3:5");
+        assert_eq!(place_of(&json!({ "size-bytes": 512 })), "-");
+    }
+
+    #[test]
     fn exports_are_tables_lines_and_json() {
         let exports = json!([
             { "name": "vm1", "state": "serving", "size-bytes": 2_u64 << 30, "disk-state": "ready",

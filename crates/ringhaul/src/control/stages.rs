@@ -471,6 +471,12 @@ pub(super) mod tests {
         let stages = Arc::<Stages>::default();
         let opening = begin(&stages, "/a").unwrap();
         assert!(is_taken(&stages, "/a") && !is_taken(&stages, "/b"));
+        let other = begin(&stages, "/c").unwrap();
+        let statuses = stages.statuses();
+        assert!(statuses.iter().map(ExportStatus::name).eq(["/a", "/c"]), "{statuses:?}");
+        let unserved = stages.unserved();
+        assert!(unserved.iter().map(|(name, _)| name).eq(["/a", "/c"]), "{unserved:?}");
+        drop(other);
         let ready = claim(opening).unwrap();
         assert!(is_taken(&stages, "/a"));
         assert_eq!(stages.statuses().len(), 1);

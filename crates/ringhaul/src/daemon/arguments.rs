@@ -206,6 +206,14 @@ mod tests {
         ProcessOptions { directory: "/".into(), arguments, changes: SettingsChange::default() }
     }
 
+    /// The new process reads relative paths in the folder of the old one.
+    #[test]
+    fn a_process_tells_the_folder_in_which_it_works() {
+        let own = ProcessOptions::current().unwrap();
+        assert_eq!(own.directory, std::env::current_dir().unwrap());
+        assert_eq!(own.changes, SettingsChange::default());
+    }
+
     #[test]
     fn the_options_of_the_new_process_count_where_both_have_one() {
         let old = process_options(

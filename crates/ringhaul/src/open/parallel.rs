@@ -174,6 +174,7 @@ impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
 #[cfg(test)]
 mod tests {
     use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
@@ -218,6 +219,48 @@ mod tests {
         assert_eq!(calls.next(Some(Instant::now())), None);
         all.wait();
         assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), count);
+    }
+
+    /// Hundreds of disks that have waited for their locks would otherwise each leave a thread.
+    #[test]
+    fn a_thread_whose_place_was_taken_calls_no_other() {
+        let bound = std::thread::available_parallelism().map_or(1, usize::from).max(4);
+        let waiting = 8 * bound;
+        let gate = Arc::new(Barrier::new(waiting));
+        let (running, most) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+        let seen = Arc::clone(&most);
+        let call = move |waits: bool, give_way: Yield<'_>| {
+            if waits {
+                give_way();
+                gate.wait();
+                return;
+            }
+            seen.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            // Other threads run now, if there are more.
+            (0..100).for_each(|_| std::thread::yield_now());
+            running.fetch_sub(1, Ordering::SeqCst);
+        };
+        let list = [vec![true; waiting], vec![false; 400]].concat();
+        let mut calls = ParallelCalls::begin(list, call);
+        assert_eq!(std::iter::from_fn(|| calls.next(None)).count(), waiting + 400);
+        let most = most.load(Ordering::SeqCst);
+        assert!(most < 4 * bound, "{most} threads");
+    }
+
+    /// The disks that a user names first are served first.
+    #[test]
+    fn calls_begin_in_the_order_of_the_list() {
+        let begun = Arc::new(Lock::new(Vec::new()));
+        let seen = Arc::clone(&begun);
+        // None gives way, so that each thread takes the next one.
+        let call = move |number: usize, _: Yield<'_>| seen.lock().push(number);
+        let work = Work::<usize, ()> {
+            queue: Lock::new((0..100).enumerate().collect()),
+            call: Box::new(call),
+            thread: "ringhaul-open",
+        };
+        Work::run(&Arc::new(work), &mpsc::channel().0);
+        assert!(begun.lock().iter().copied().eq(0..100), "{:?}", begun.lock());
     }
 
     #[test]

@@ -249,6 +249,24 @@ mod tests {
         Program::try_parse_from(arguments)?.args.exports()
     }
 
+    /// An option that named a disk in vain would be noticed in the guest only.
+    #[test]
+    fn plain_options_name_an_export_beside_others() {
+        let export = ["--export", "socket-path=/b,null=1G"];
+        for (plain, reason) in [
+            (&["--lun", "0,null=1M", "--device", "scsi"][..], "no socket is given"),
+            (&["--disk", "null:1M"], "no socket is given"),
+            (&["--blk-file", "/disk"], "no socket is given"),
+            (&["--socket-path", "/a"], "disk"),
+        ] {
+            let refused = exports(&[plain, &export].concat()).unwrap_err().to_string();
+            assert!(refused.contains(reason), "{plain:?}: {refused}");
+        }
+        assert_eq!(exports(&export).unwrap().len(), 1);
+        let two = ["--socket-path", "/a", "--disk", "null:1M"];
+        assert_eq!(exports(&[&two[..], &export].concat()).unwrap().len(), 2);
+    }
+
     #[test]
     fn an_export_has_its_own_options_and_the_common_ones() {
         let all = exports(&[

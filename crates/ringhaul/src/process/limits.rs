@@ -175,6 +175,18 @@ mod tests {
 
     use super::*;
 
+    /// The signal would end the process.
+    #[test]
+    fn a_write_beyond_the_limit_on_sizes_raises_no_signal() {
+        let ignored = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+            u64::from_str_radix(mask.trim(), 16).unwrap() & 1 << (libc::SIGXFSZ - 1) != 0
+        };
+        survive_size_limit().unwrap();
+        assert!(ignored());
+    }
+
     #[test]
     fn memory_beyond_the_limit_of_the_cgroup_is_told_once() {
         let limits = MemoryLimits::new(1 << 40, 1 << 40, MemoryFiles::default());

@@ -341,7 +341,7 @@ pub(super) fn confine_helper() -> Result<()> {
 }
 
 /// Applies `action` to these calls, and allows all others.
-fn apply(calls: Calls, action: SeccompAction) -> Result<()> {
+pub(super) fn apply(calls: Calls, action: SeccompAction) -> Result<()> {
     install(calls, SeccompAction::Allow, action)
 }
 
@@ -382,6 +382,33 @@ mod tests {
         let run = || {
             deny(&rules).unwrap();
             test();
+        };
+        std::thread::scope(|scope| scope.spawn(run).join()).unwrap();
+    }
+
+    /// A daemon would take itself for confined.
+    #[test]
+    fn a_filter_that_the_kernel_refuses_is_an_error() {
+        let refuse = SeccompAction::Errno(fits(libc::EPERM, "an errno"));
+        let run = || {
+            apply(Calls::from([(libc::SYS_seccomp, Vec::new())]), refuse.clone()).unwrap();
+            let calls = Calls::from([(libc::SYS_times, Vec::new())]);
+            let error = format!("{:#}", apply(calls, refuse.clone()).unwrap_err());
+            assert!(error.starts_with("cannot restrict system calls"), "{error}");
+            deny_rings().unwrap_err();
+            deny(&Rules::default()).unwrap_err();
+        };
+        std::thread::scope(|scope| scope.spawn(run).join()).unwrap();
+    }
+
+    /// The calls of a list alone get the action.
+    #[test]
+    fn listed_calls_get_the_action_and_all_others_run() {
+        let run = || {
+            let refuse = SeccompAction::Errno(fits(libc::ENOTTY, "an errno"));
+            apply(Calls::from([(libc::SYS_kill, Vec::new())]), refuse).unwrap();
+            assert_eq!(test_kill_process(getpid()), Err(Errno::NOTTY));
+            assert!(socket(Family::UNIX, Type::STREAM, None).is_ok());
         };
         std::thread::scope(|scope| scope.spawn(run).join()).unwrap();
     }

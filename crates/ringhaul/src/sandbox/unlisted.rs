@@ -202,3 +202,62 @@ fn name_of(call: c_int) -> String {
     let known = usize::try_from(call).ok().and_then(Sysno::new);
     known.map_or_else(|| call.to_string(), |known| known.name().to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::testing::Kept;
+
+    fn record(call: c_int, thread: &str) -> [u8; RECORD_BYTES] {
+        let mut record = [0; RECORD_BYTES];
+        let (number, name) = record.split_at_mut(size_of::<c_int>());
+        number.copy_from_slice(&call.to_ne_bytes());
+        name[..thread.len()].copy_from_slice(thread.as_bytes());
+        record
+    }
+
+    /// The lines about these records.
+    fn report_of(records: &[[u8; RECORD_BYTES]]) -> Vec<String> {
+        let (read_end, write_end) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let mut write_end = File::from(write_end);
+        std::thread::scope(|scope| {
+            scope.spawn(move || records.iter().for_each(|it| write_end.write_all(it).unwrap()));
+            Kept::lines_of(|| report(read_end.into(), Reaction::Deny))
+        })
+    }
+
+    /// A thread that repeats its call would fill the log.
+    #[test]
+    fn each_call_of_a_thread_has_one_line() {
+        let [times, getppid] =
+            [libc::SYS_times, libc::SYS_getppid].map(|call| iomem::fits(call, "a number"));
+        let records = [
+            record(times, "iothread-0"),
+            record(times, "iothread-0"),
+            record(times, "iothread-1"),
+            record(getppid, "iothread-0"),
+            record(times, "iothread-0"),
+            record(-7, "a-name-of-16-let"),
+        ];
+        let lines = report_of(&records);
+        let expected = [
+            ("iothread-0", "times"),
+            ("iothread-1", "times"),
+            ("iothread-0", "getppid"),
+            ("a-name-of-16-let", "-7"),
+        ];
+        assert_eq!(lines.len(), expected.len(), "{lines:?}");
+        for (line, (thread, call)) in lines.iter().zip(expected) {
+            let words = format!("denied the thread {thread} the system call {call}, which");
+            assert!(line.contains(&words), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_process_logs_a_bounded_number_of_calls() {
+        let records: Vec<_> = (0..1000).map(|call| record(call, "iothread-0")).collect();
+        assert_eq!(report_of(&records).len(), LINES_MAX);
+    }
+}

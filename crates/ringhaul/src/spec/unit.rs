@@ -177,3 +177,22 @@ pub(crate) fn check_apart(units: &[UnitSpec]) -> Result<()> {
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A longer text would be cut, or run into the next field of the INQUIRY data.
+    #[test]
+    fn texts_for_the_guest_fit_in_their_fields() {
+        for (key, bytes) in [("serial", 36), ("vendor", 8), ("product", 16), ("revision", 4)] {
+            let check = |bytes: usize| {
+                let settings = serde_json::json!({ key: "x".repeat(bytes) });
+                serde_json::from_value::<UnitSettings>(settings).unwrap().check_texts()
+            };
+            check(bytes).unwrap();
+            let error = format!("{:#}", check(bytes + 1).unwrap_err());
+            assert!(error.starts_with(key), "{error}");
+        }
+    }
+}

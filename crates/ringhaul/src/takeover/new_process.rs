@@ -425,6 +425,31 @@ mod tests {
         }
     }
 
+    /// The new process would serve with other settings than its users have made.
+    #[test]
+    fn a_setting_that_is_out_of_range_here_refuses_the_takeover() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let before = daemon.changes();
+        let change = SettingsChange { log: Some("loud".to_owned()), ..SettingsChange::default() };
+        let error = format!("{:#}", super::set(&daemon, &change).unwrap_err());
+        assert!(error.starts_with("cannot apply the settings of the old process"), "{error}");
+        assert!(error.contains("loud"), "{error}");
+        assert_eq!(daemon.changes(), before);
+    }
+
+    /// The caller of an upgrade reads the whole reason.
+    #[test]
+    fn a_refusal_has_all_its_causes() {
+        let (new, old) = UnixStream::pair().unwrap();
+        RefusalSender(new).send(&anyhow!("the disk is gone").context("cannot take over"));
+        let line = BufReader::new(old).lines().next().unwrap().unwrap();
+        let sent: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(sent["method"], GIVE_UP);
+        assert_eq!(sent["params"]["why"], "cannot take over: the disk is gone");
+    }
+
     /// An export for it may be added later.
     #[test]
     fn a_passed_socket_without_an_export_is_taken_over() {

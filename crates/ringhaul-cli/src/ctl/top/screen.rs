@@ -265,6 +265,23 @@ mod tests {
     }
 
     #[test]
+    fn counts_fit_in_their_columns() {
+        for (count, text) in [
+            (0.0, "0"),
+            (9.0, "9"),
+            (9.94, "9.9"),
+            (9.95, "10"),
+            (99_999.4, "99999"),
+            (99_999.5, "100k"),
+            (999_499.0, "999k"),
+            (999_500.0, "1.0M"),
+            (12_340_000.0, "12.3M"),
+        ] {
+            assert_eq!(count_text(count), text, "{count}");
+        }
+    }
+
+    #[test]
     fn exports_have_the_order_of_the_key() {
         let orders = [SortKey::Iops, SortKey::Bandwidth, SortKey::P99, SortKey::Name].map(order);
         assert_eq!(orders, ["ba", "ba", "ab", "ab"]);

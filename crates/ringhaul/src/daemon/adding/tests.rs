@@ -144,8 +144,10 @@ fn an_export_that_is_waited_for_can_be_removed() {
     let left = scene.disk("left");
     let held = leave(DiskSource::file(&left, &DiskOptions::default()).unwrap());
     let export = scene.export("vm1", &left);
+    let begun = Instant::now();
     let opening = scene.daemon.begin_add(vec![export.clone()]).unwrap();
-    scene.wait_for_error("the daemon waits");
+    scene.wait_for_error("not visible here; the daemon waits");
+    assert!(begun.elapsed() >= LEFT_MAX, "such a disk is free soon, as a rule");
     let removed = scene.daemon.handle(Command::Remove(Removal::new(export.name()))).unwrap();
     assert!(matches!(removed, Reply::Removed(status) if status.name() == export.name()));
     // The wait has ended, and the daemon continues.
