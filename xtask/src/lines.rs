@@ -4,13 +4,15 @@
 //! tests, and code that only the simulation or a model checker compiles, are proof in any file.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use proc_macro2::{TokenStream, TokenTree};
 use ringhaul_tools::workspace;
 use syn::spanned::Spanned;
-use syn::{Attribute, Item, Meta};
+use syn::visit::{self, Visit};
+use syn::{Attribute, Field, FieldValue, ImplItemFn, Item, Meta};
 
 use crate::tidy::files;
 
@@ -179,16 +181,52 @@ fn names_proof(condition: TokenStream) -> bool {
     })
 }
 
-/// Counts the lines of code of a file outside and inside of items behind a `cfg` of [`PROOF_CFGS`].
+/// The lines of items, methods and fields behind a `cfg` of [`PROOF_CFGS`].
+#[derive(Default)]
+struct ProofLines(Vec<RangeInclusive<usize>>);
+
+impl ProofLines {
+    /// Notes the lines of an element with these attributes, if it is proof. Returns true if it is.
+    fn note(&mut self, attributes: &[Attribute], element: &impl Spanned) -> bool {
+        let is_proof = attributes.iter().any(is_proof);
+        if is_proof {
+            let span = element.span();
+            self.0.push(span.start().line..=span.end().line);
+        }
+        is_proof
+    }
+}
+
+impl<'ast> Visit<'ast> for ProofLines {
+    fn visit_item(&mut self, item: &'ast Item) {
+        if !self.note(attributes(item), item) {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_impl_item_fn(&mut self, method: &'ast ImplItemFn) {
+        if !self.note(&method.attrs, method) {
+            visit::visit_impl_item_fn(self, method);
+        }
+    }
+
+    fn visit_field(&mut self, field: &'ast Field) {
+        self.note(&field.attrs, field);
+    }
+
+    fn visit_field_value(&mut self, value: &'ast FieldValue) {
+        if !self.note(&value.attrs, value) {
+            visit::visit_field_value(self, value);
+        }
+    }
+}
+
+/// Counts the lines of code of a file outside and inside of elements behind a `cfg` of
+/// [`PROOF_CFGS`].
 fn split(text: &str) -> (usize, usize) {
-    let mut behind = Vec::new();
+    let mut proof = ProofLines::default();
     if let Ok(file) = syn::parse_file(text) {
-        let of_proof = file.items.iter().filter(|item| attributes(item).iter().any(is_proof));
-        behind.extend(of_proof.map(|item| {
-            let first = attributes(item).iter().map(|attribute| attribute.span().start().line);
-            let start = first.min().unwrap_or_else(|| item.span().start().line);
-            start..=item.span().end().line
-        }));
+        proof.visit_file(&file);
     }
     let code = text.lines().enumerate().filter(|(_, line)| {
         let line = line.trim();
@@ -196,7 +234,7 @@ fn split(text: &str) -> (usize, usize) {
     });
     let (tests, own): (Vec<usize>, Vec<usize>) = code
         .map(|(index, _)| index + 1)
-        .partition(|number| behind.iter().any(|lines| lines.contains(number)));
+        .partition(|number| proof.0.iter().any(|lines| lines.contains(number)));
     (own.len(), tests.len())
 }
 
@@ -233,6 +271,9 @@ mod tests {
         assert_eq!(split(text), (1, 3));
         let text = "#[cfg(not(ringhaul_sim))]\nfn a() {}\n#[cfg(ringhaul_sim)]\nfn a() {}\n";
         assert_eq!(split(text), (2, 2));
+        let text = "struct A {\n    #[cfg(test)]\n    b: u8,\n}\nimpl A {\n    fn c() {}\n\n\
+                    #[cfg(test)]\n    fn d() {}\n}\n";
+        assert_eq!(split(text), (5, 4));
     }
 
     #[test]
