@@ -2,7 +2,9 @@
 //! reach, and the time, the timers and the remote ops of an IoThread.
 
 mod disk_folder;
+mod event;
 mod hand_over_facts;
+mod io_facts;
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,24 +25,9 @@ use crate::thread::foreign_op::ForeignCompleter;
 use crate::thread::io::Io;
 
 pub use disk_folder::disk_folder;
+pub use event::Event;
 pub use hand_over_facts::{Call, HandOverFacts};
-
-/// Sets the time that [`Io::recently`] returns until the next round.
-pub fn set_recently(io: &Io, now: Instant) {
-    io.state.clock.set(now);
-}
-
-/// The number of timers of the IoThread.
-#[must_use]
-pub fn timers(io: &Io) -> usize {
-    io.reactor.borrow().timers()
-}
-
-/// The number of [remote ops](Io::begin_remote_op) that have not ended.
-#[must_use]
-pub fn remote_ops(io: &Io) -> usize {
-    io.poll_window.remote_ops()
-}
+pub use io_facts::{remote_ops, set_recently, timers};
 
 /// A handle on the thread with the content: the remote end.
 #[derive(Clone)]
@@ -91,6 +78,8 @@ struct State {
     /// Makes one in this many changes fail; 0 for none.
     one_fails_in: u64,
     random: u64,
+    /// Writes of data fail.
+    has_no_space: bool,
     /// The number of queries for the size, and the number of the query with a delayed answer.
     asked: usize,
     kept_back: usize,
@@ -112,17 +101,6 @@ impl State {
 }
 
 type Job = Box<dyn FnOnce(&mut State) -> io::Result<()> + Send>;
-
-/// A change that has reached the remote end.
-#[derive(Debug, Clone)]
-pub enum Event {
-    /// Bytes, also for zeroes and discards.
-    Write(u64, Vec<u8>),
-    /// Everything before is stable.
-    Flush,
-    /// The write before is stable.
-    Stable,
-}
 
 impl RemoteStub {
     /// Starts the thread of a disk with this content.
@@ -198,6 +176,12 @@ impl RemoteStub {
     /// Makes one in this many writes and flushes fail; 0 for none.
     pub fn have_some_fail(&self, one_fails_in: u64) {
         self.change(|state| state.one_fails_in = one_fails_in);
+    }
+
+    /// Makes writes fail until a discard releases space, as on a full file system that copies on
+    /// write.
+    pub fn have_no_space(&self) {
+        self.change(|state| state.has_no_space = true);
     }
 
     /// Has each write-back of its users' caches fail from now on.
@@ -420,6 +404,9 @@ impl RemoteStubDisk {
             if range.end > state.content.len() {
                 return Err(io::Error::from_raw_os_error(libc::EINVAL));
             }
+            if state.has_no_space {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
             state.try_to(|state| {
                 state.content[range].copy_from_slice(&data);
                 state.journal.push(Event::Write(offset, data));
@@ -486,7 +473,10 @@ impl Driver for RemoteStubDisk {
     }
 
     fn discard(&self, offset: u64, len: u64) -> Request<'_, io::Result<()>> {
-        Box::pin(self.fill(offset, len))
+        Box::pin(async move {
+            self.end.change(|state| state.has_no_space = false);
+            self.fill(offset, len).await
+        })
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, _: bool) -> Request<'_, io::Result<()>> {

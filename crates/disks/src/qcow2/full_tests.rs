@@ -127,3 +127,42 @@ fn an_image_uses_only_whole_blocks_of_its_remote_end() {
     end.tell_size(4 * MIB as u64 - 512);
     assert!(fill(&thread, &disk, first) > first);
 }
+
+/// A file system with copy on write needs space for the tables that record the removal.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn a_removal_on_a_full_file_system_releases_its_space_first() {
+    for is_marked in [false, true] {
+        for unmaps in [false, true] {
+            let Some(content) = new_file(4 * MIB) else { return };
+            let end = RemoteStub::exclusive(&content);
+            let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
+            let write = |disk: &Disk, cluster: u64| {
+                let data = Buffers::from_vec(vec![7; 64 << 10]);
+                thread.block_on(disk.write(cluster * CLUSTER, data, false)).unwrap().unwrap();
+            };
+            let mut source = disk_of(&end);
+            let mut disk = source.attach(thread.io());
+            (0..4).for_each(|cluster| write(&disk, cluster));
+            thread.block_on(disk.flush()).unwrap().unwrap();
+            if !is_marked {
+                drop((disk, source));
+                source = disk_of(&end);
+                disk = source.attach(thread.io());
+            }
+            end.have_no_space();
+            let removed = match unmaps {
+                true => thread.block_on(disk.write_zeroes(0, 2 * CLUSTER, true)).unwrap(),
+                false => thread.block_on(disk.discard(0, 2 * CLUSTER)).unwrap(),
+            };
+            removed.unwrap_or_else(|error| panic!("{is_marked} {unmaps}: {error}"));
+            let memory = Buffers::from_vec(vec![1; 4 * MIB / 16]);
+            let read = memory.duplicate();
+            thread.block_on(disk.read(0, memory)).unwrap().unwrap();
+            let (gone, kept) = (vec![0; 128 << 10], vec![7; 128 << 10]);
+            assert!(read.to_vec() == [gone, kept].concat(), "{is_marked} {unmaps}");
+            drop((disk, source));
+            assert_eq!(super::leaks_tests::check(&end.content()), Some(0));
+        }
+    }
+}

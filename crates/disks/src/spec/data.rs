@@ -214,3 +214,26 @@ fn or_text(schema: &mut schemars::Schema) {
         kinds.push(serde_json::json!({ "type": "string", "description": text }));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Errors and the log name a disk so.
+    #[test]
+    fn the_text_of_a_disk_tells_its_layers() {
+        for (name, text) in [
+            ("/a", "/a"),
+            ("null:4096", "null disk of 4096 bytes"),
+            ("rbd:pool/image@snapshot", "rbd:pool/image@snapshot"),
+            ("nbd+unix:///export?socket=/s", "nbd+unix:///export?socket=/s"),
+            ("raw,offset=512,size=1024,over=/a", "1024 bytes from 512 on of /a"),
+            ("raw,offset=512,over=/a", "all from byte 512 on of /a"),
+            ("luks,key-fd=3,over=/a", "LUKS on /a"),
+            ("luks,key-fd=3,over=qcow2,path=/a", "LUKS on qcow2 image /a"),
+            ("image,format=auto,path=/a", "image /a"),
+        ] {
+            assert_eq!(DiskSpec::parse(name).unwrap().to_string(), text);
+        }
+    }
+}

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use blockio::disk::DiskState;
 use blockio::driver::Driver as _;
 use blockio::testing::remote_ops;
 use blockio::{Disk, IoThread};
@@ -138,6 +139,31 @@ fn a_write_that_is_held_back_has_its_deadline_beside_an_idle_connection() {
     }
     assert_eq!(write.end(&thread), Some(libc::ETIMEDOUT));
     assert!(server.state().seen.is_empty(), "it was sent");
+}
+
+/// Nothing but the search for a connection makes the requests check for their deadline.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn requests_to_a_server_that_is_away_have_their_deadline() {
+    let server = Server::start(MIB, FLAGS);
+    let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
+    let (thread, source) = (new_thread(), open(options));
+    let disk = Rc::new(source.attach(thread.io()));
+    assert_eq!(read_in_time(&thread, &disk, 0), 0);
+    server.change(|state| state.is_full = true);
+    server.hang_up();
+    while source.state() == DiskState::Ready {
+        wait_a_turn(&thread);
+    }
+    let requests = [READ, WRITE].map(|command| Running::start_one(&thread, &disk, command));
+    let hopeless = Instant::now() + 80 * DEADLINE;
+    while requests.iter().any(|request| request.0.get().is_none()) {
+        assert!(Instant::now() < hopeless, "they wait for ever");
+        wait_a_turn(&thread);
+    }
+    for request in requests {
+        assert_eq!(request.end(&thread), Some(libc::ETIMEDOUT));
+    }
 }
 
 /// The server may forget data that it could not write, and flush the rest.
