@@ -435,6 +435,15 @@ mod tests {
     }
 
     #[test]
+    fn polling_counts_by_its_outcome() {
+        let stats = Stats::default();
+        for (time, found) in [(3, true), (5, false), (7, true)] {
+            stats.record_poll(Duration::from_nanos(time), found);
+        }
+        assert_eq!([&stats.poll_useful_ns, &stats.poll_useless_ns].map(Counter::get), [10, 5]);
+    }
+
+    #[test]
     fn percentiles_of_a_known_distribution() {
         let histogram = Histogram::<7>::default();
         assert_eq!(histogram.percentile(50.0), 0);

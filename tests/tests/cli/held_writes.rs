@@ -104,12 +104,17 @@ impl HeldWrites {
         ctl(&self.folders, &["resume", "vm"])?;
         end_writes(&mut self.frontend, 0..4)?;
         self.wait_until("ready")?;
-        let text = ctl(&self.folders, &["metrics"])?;
-        let line = text.lines().find(|line| line.starts_with("ringhaul_held_seconds_total{"));
-        let held: f64 = line.and_then(|line| line.split(' ').nth(1)).context("no time")?.parse()?;
-        ensure!(held > 0.0, "{line:?}");
-        Ok(())
+        is_counted(&self.folders, "ringhaul_held_seconds_total{")
     }
+}
+
+/// Fails if a time is zero in the metrics.
+fn is_counted(folders: &TestFolders, start: &str) -> Result<()> {
+    let text = ctl(folders, &["metrics"])?;
+    let line = text.lines().find(|line| line.starts_with(start)).context("no such time")?;
+    let seconds: f64 = line.split(' ').nth(1).context("no value")?.parse()?;
+    ensure!(seconds > 0.0, "{line}");
+    Ok(())
 }
 
 #[test]
@@ -213,6 +218,7 @@ fn a_read_that_fails_while_a_takeover_begins_is_retried() -> Result<()> {
         fails?;
         let used = frontend.rings[0].wait_used()?;
         ensure!((used.bytes, frontend.status(0, 0)) == (513, Some(blk::OK)), "{used:?}");
+        is_counted(&folders, "ringhaul_retried_seconds_total{")?;
     }
     Ok(())
 }
