@@ -19,7 +19,7 @@ const EMULATORS: [&str; 2] = ["qemu-aarch64", "qemu-aarch64-static"];
 /// Packages with the tests that QEMU cannot run, by parts of their names.
 const PACKAGES: [(&str, &[&str]); 5] = [
     ("iomem", &[]),
-    ("virtqueue", &[DEATHS]),
+    ("virtqueue", &[DEATHS, NOT_DUMPED]),
     ("vhost-user", &[FEWER_DESCRIPTORS]),
     ("ringhaul-device", &[TRACED, "queue::eventfd::tests::", FUA, LONG_VERIFY]),
     ("blockio", WITH_ENGINES),
@@ -27,6 +27,9 @@ const PACKAGES: [(&str, &[&str]); 5] = [
 
 /// Thousands of deaths of a process. QEMU needs minutes for them.
 const DEATHS: &str = "nothing_is_lost_or_done_twice_whenever_the_process_dies";
+
+/// QEMU has no flag in `/proc/self/smaps` for memory outside of core dumps.
+const NOT_DUMPED: &str = "core_dumps_leave_guest_memory_out";
 
 /// QEMU passes on all descriptors of a message, whatever the limit of the process is.
 const FEWER_DESCRIPTORS: &str = "descriptors_beyond_the_limit_are_reported_as_lost";
