@@ -663,12 +663,16 @@ mod tests {
     /// A file at a wrong place would be closed in silence, and the daemon would open another one.
     #[test]
     fn each_file_of_a_request_is_at_the_place_of_a_disk() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disk");
-        std::fs::write(&path, [0; 4096]).unwrap();
         const MISPLACED: &str = "no disk of the request is at the place of";
-        let of_member = Scene::of_group(MEMBERS, folder.path());
-        for mut scene in of_member.into_iter().chain([Scene::new()]) {
+        for is_member in [true, false] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("disk");
+            std::fs::write(&path, [0; 4096]).unwrap();
+            let scene = match is_member {
+                true => Scene::of_group(MEMBERS, folder.path()),
+                false => Some(Scene::new()),
+            };
+            let Some(mut scene) = scene else { continue };
             scene.ask(|scene| {
                 let mut call = |method: &str, mut params: Value, lun: Option<u16>| {
                     params[DESCRIPTORS] = named(&path, lun);
@@ -714,10 +718,10 @@ mod tests {
     /// The daemon opens the file of a member for the guest, which may only read it.
     #[test]
     fn the_unit_of_a_member_has_the_settings_of_its_export() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disk").canonicalize().unwrap_or(folder.path().join("disk"));
-        std::fs::write(&path, [0; 4096]).unwrap();
         for (read_only, mode) in [(true, OFlags::RDONLY), (false, OFlags::RDWR)] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().canonicalize().unwrap().join("disk");
+            std::fs::write(&path, [0; 4096]).unwrap();
             let Some(mut scene) = Scene::of_group(MEMBERS, folder.path()) else { return };
             scene.ask(|scene| {
                 let endpoint = json!({ "path": folder.path().join("vm") });

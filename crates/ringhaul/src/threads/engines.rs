@@ -430,6 +430,7 @@ mod tests {
     use clap::{Args, FromArgMatches};
 
     use super::*;
+    use crate::testing::wait_until;
 
     fn args(options: &[&str]) -> ServeArgs {
         let serve = ServeArgs::augment_args(clap::Command::new("serve"));
@@ -453,7 +454,8 @@ mod tests {
         let turns = || threads.stats().iter().map(|thread| thread.turns).collect::<Vec<_>>();
         let before = turns();
         assert!(threads.ask_for_turns().recv().is_err());
-        assert!(before.iter().zip(turns()).all(|(before, now)| *before < now), "{before:?}");
+        // The end of a turn counts it.
+        wait_until(|| before.iter().zip(turns()).all(|(before, now)| *before < now));
     }
 
     #[test]
