@@ -68,6 +68,10 @@ impl de::Error for Error {
         Self::UnknownWord { word: redact_part(word), expected }
     }
 
+    fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
+        Self::UnknownKey { key: redact_part(key), expected: expected.to_vec() }
+    }
+
     fn missing_field(field: &'static str) -> Self {
         Self::MissingKey(key_of(field))
     }
