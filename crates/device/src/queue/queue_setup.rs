@@ -48,7 +48,7 @@ pub struct QueueTuning {
     /// the driver wants a call.
     pub notify_batch: bool,
     /// Lets the processor fetch data of the next requests while one is served (see
-    /// [`SplitQueue::set_prefetch`](virtqueue::SplitQueue::set_prefetch)). Off is for measurement.
+    /// [`Virtqueue::set_prefetch`](virtqueue::Virtqueue::set_prefetch)). Off is for measurement.
     pub prefetch: bool,
     /// For measurement: the chains of one run, at most 1024, with a check after each run if the
     /// driver wants a call. `None`: both adapt to measured values.
