@@ -48,8 +48,12 @@ struct Part {
 /// All examples of the pages: indented text that is not part of a list.
 fn parts() -> Vec<Part> {
     let mut parts = vec![Part { title: "the beginning", examples: Vec::new() }];
-    let mut is_inside = false;
+    let (mut is_inside, mut is_fenced) = (false, false);
     for line in PAGE.lines() {
+        is_fenced ^= line.starts_with("```");
+        if is_fenced {
+            continue;
+        }
         let code = line.strip_prefix("    ");
         let title = line.strip_prefix("# ").or_else(|| line.strip_prefix("## "));
         if let (Some(title), Some(part)) = (title, parts.last_mut()) {
@@ -164,7 +168,9 @@ fn documented_names_of_disks_are_accepted() -> Result<()> {
 
 #[test]
 fn documented_examples_of_disks_work() -> Result<()> {
-    ensure!(!PAGE.contains("```"), "this test reads examples that are indented");
+    let fences: Vec<_> = PAGE.lines().filter(|line| line.starts_with("```")).collect();
+    // The certificates of the guide have a test of their own, in `nbd_tls`.
+    ensure!(fences == ["```sh", "```"], "this test reads examples that are indented: {fences:?}");
     let (mut failures, mut tried) = (Vec::new(), 0);
     for part in parts() {
         let uses = |tool: &&&str| part.examples.iter().flatten().any(|line| line.contains(**tool));

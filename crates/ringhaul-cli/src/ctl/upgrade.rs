@@ -38,11 +38,18 @@ const REFUSED: i64 = 11;
 /// The pause between two attempts.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
-/// The time that the new process may take until it serves.
+/// The time that the new process may take until it takes over.
 const START_MAX: Duration = Duration::from_secs(600);
 
 /// The interval of checks for the end of the new process.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The time that a process that has taken over may take until it serves. One of an earlier version
+/// may not say that it does.
+const SERVE_MAX: Duration = Duration::from_secs(10);
+
+/// The pause between two questions to it.
+const SERVE_PAUSE: Duration = Duration::from_millis(20);
 
 /// The time that the daemon may take to note the reason of a process that has ended.
 const REASON_MAX: Duration = Duration::from_secs(2);
@@ -176,6 +183,8 @@ fn wait(
         };
         match (progress, ended) {
             (SuccessorProgress { has_taken_over: true, .. }, _) => {
+                let has_ended = || !matches!(successor.try_wait(), Ok(None));
+                wait_until_served(control, process, has_ended)?;
                 successor.leave();
                 return Ok(Ok(taken));
             }
@@ -204,6 +213,29 @@ fn ended_early(binary: &Path, status: String) -> String {
          ringhaul, see its error in the log of this daemon, otherwise name one",
         binary.display()
     )
+}
+
+/// Waits until a process that has taken over serves: a kill before that loses its front-ends.
+///
+/// # Errors
+///
+/// When the process has ended.
+fn wait_until_served(
+    control: &Path,
+    process: u32,
+    mut has_ended: impl FnMut() -> bool,
+) -> Result<()> {
+    let end = Instant::now() + SERVE_MAX;
+    while !serves(control, process) && Instant::now() < end {
+        if has_ended() {
+            bail!(
+                "process {process} has taken over, and has ended; see its log, and start the \
+                 daemon again"
+            );
+        }
+        std::thread::sleep(SERVE_PAUSE);
+    }
+    Ok(())
 }
 
 /// Returns true if this process serves the control socket.
@@ -313,6 +345,35 @@ mod tests {
         });
         assert_eq!([7, 7, 7].map(|process| serves(&path, process)), [true, false, false]);
         daemon.join().unwrap();
+    }
+
+    /// The former process answers until it has ended.
+    #[test]
+    fn an_upgrade_is_done_when_the_new_process_serves() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = UnixListener::bind(&path).unwrap();
+        let daemon = std::thread::spawn(move || {
+            for answer in [
+                json!({ "error": { "code": 3, "message": "ending" } }),
+                json!({ "result": { "process": 8 } }),
+                json!({ "result": { "process": 7 } }),
+            ] {
+                let (stream, _) = listener.accept().unwrap();
+                BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+                writeln!(&stream, "{answer}").unwrap();
+            }
+        });
+        let mut checks = 0;
+        let has_ended = || {
+            checks += 1;
+            false
+        };
+        wait_until_served(&path, 7, has_ended).unwrap();
+        daemon.join().unwrap();
+        assert_eq!(checks, 2, "each answer but the last one is of the former process");
+        let error = wait_until_served(&path, 7, || true).unwrap_err().to_string();
+        assert!(error.contains("process 7 has taken over, and has ended"), "{error}");
     }
 
     #[test]
