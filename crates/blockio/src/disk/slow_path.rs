@@ -387,12 +387,13 @@ impl<'a> Requests<'a> {
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
-    use std::pin::pin;
+    use std::pin::{Pin, pin};
     use std::task::Poll;
 
     use iomem::RepeatedBlock;
 
     use super::*;
+    use crate::disk::qos::throttle::NoRequester;
     use crate::disk::{DiskOptions, DiskSource, Limits, Rate, Rates, Requester};
     use crate::testing::{Event, RemoteStub};
     use crate::{IoThread, IoThreadConfig};
@@ -407,6 +408,14 @@ mod tests {
     struct Stops;
 
     impl Requester for Stops {
+        fn check(&self) -> io::Result<()> {
+            NoRequester.check()
+        }
+
+        fn on_resume(&self, to: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            NoRequester.on_resume(to)
+        }
+
         fn check_rest(&self) -> io::Result<()> {
             Err(io::Error::from_raw_os_error(libc::ECANCELED))
         }

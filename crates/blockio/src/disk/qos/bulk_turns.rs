@@ -77,13 +77,14 @@ async fn next_round() {
 mod tests {
     use std::future::Future;
     use std::io;
-    use std::pin::pin;
+    use std::pin::{Pin, pin};
     use std::task::{Context, Waker};
 
     use iomem::Buffers;
 
     use super::*;
-    use crate::disk::{ErrorAction, ErrorPolicy, Requester};
+    use crate::disk::qos::throttle::NoRequester;
+    use crate::disk::{Direction, ErrorAction, ErrorPolicy, Requester};
     use crate::{DiskOptions, DiskSource, IoThread, IoThreadConfig, Wait};
 
     const MIB: u64 = 1 << 20;
@@ -162,6 +163,14 @@ mod tests {
     struct Ends(Cell<u32>);
 
     impl Requester for Ends {
+        fn check(&self) -> io::Result<()> {
+            NoRequester.check()
+        }
+
+        fn on_resume(&self, to: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            NoRequester.on_resume(to)
+        }
+
         fn check_piece(&self) -> io::Result<()> {
             let Some(left) = self.0.get().checked_sub(1) else {
                 return Err(io::Error::from_raw_os_error(libc::EBUSY));

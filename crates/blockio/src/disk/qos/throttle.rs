@@ -30,7 +30,7 @@ pub(crate) const STEP_BYTES: usize = 4 << 20;
 pub(crate) const REST_BYTES: usize = 64 << 20;
 
 /// The maker of a request, which is consulted while the request waits. Nothing of the request is in
-/// progress then. A requester without methods of its own refuses nothing.
+/// progress then.
 pub trait Requester {
     /// Called when the request begins to wait.
     fn on_wait(&self) {}
@@ -41,9 +41,7 @@ pub trait Requester {
     /// # Errors
     ///
     /// The error that the request ends with.
-    fn check(&self) -> io::Result<()> {
-        Ok(())
-    }
+    fn check(&self) -> io::Result<()>;
 
     /// Called when the wait ends: repeats the checks made at the start of a request, since things
     /// may have changed.
@@ -51,9 +49,8 @@ pub trait Requester {
     /// # Errors
     ///
     /// The error that the request ends with.
-    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
+    fn on_resume(&self, direction: Direction)
+    -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>>;
 
     /// Called when the request ends while it waits.
     fn on_cancel(&self) {}
@@ -87,7 +84,15 @@ pub trait Requester {
 /// A requester that refuses nothing.
 pub(crate) struct NoRequester;
 
-impl Requester for NoRequester {}
+impl Requester for NoRequester {
+    fn check(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
 
 /// A request at the gate, which may be waiting.
 struct WaitingRequest<'a> {
