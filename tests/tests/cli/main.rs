@@ -5,6 +5,7 @@ mod backing;
 mod bench;
 mod bench_file;
 mod bench_scsi;
+mod colours;
 mod config;
 mod control;
 mod control_socat;

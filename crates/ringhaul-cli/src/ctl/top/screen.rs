@@ -82,7 +82,9 @@ pub(super) fn overview(figures: &Figures, key: SortKey, terminal: Terminal) -> S
         is_room
     };
     let columns: Vec<&Column> = COLUMNS.iter().take_while(fits).collect();
-    let total: f64 = exports.iter().map(|export| export.requests_per_second).sum();
+    // The sum of no numbers is -0.
+    let rates = exports.iter().map(|export| export.requests_per_second);
+    let total = rates.fold(0.0, |total: f64, rate| total + rate);
     let mut text = format!("exports: {}, {} requests/s", exports.len(), count_text(total));
     for thread in &figures.iothreads {
         let _ = write!(text, "\n{}: CPU {}", thread.name, percent(thread.cpu));
@@ -330,6 +332,12 @@ mod tests {
         assert!(matches!(coloured[..], [line] if line.contains("late")), "{page}");
         let plain = Terminal { has_colours: false, ..WIDE };
         assert!(!overview(&figures(), SortKey::Name, plain).contains('\x1b'));
+    }
+
+    #[test]
+    fn no_exports_make_no_requests() {
+        let page = overview(&Figures { exports: Vec::new(), ..figures() }, SortKey::Name, WIDE);
+        assert!(page.starts_with("exports: 0, 0 requests/s\n"), "{page}");
     }
 
     #[test]
