@@ -363,8 +363,7 @@ impl Connection {
         Outcome::Later(Work::Stop(change))
     }
 
-    /// Makes a change, now that its rings have stopped, and begins to start the rings that should
-    /// run.
+    /// Makes a change, now that its rings have stopped. The rings that should run are to start.
     pub(super) fn apply(&mut self, change: Change) -> Outcome {
         let rings = change.rings(self.rings.len());
         let mut undo = Some(self.undo(rings.clone()));
@@ -395,7 +394,7 @@ impl Connection {
             }
             Change::Base(index, base) => {
                 let before = std::mem::replace(&mut self.rings[index].base, base);
-                self.forget_own_account(index);
+                self.note_stale_account(index);
                 undo = undo.map(|undo| undo.with_base(before));
             }
             Change::Kick(index, kick) => {
@@ -424,7 +423,7 @@ impl Connection {
             }
         }
         let undo = undo.map(Box::new);
-        self.start(rings, Start { answer, undo, unmapped, next: None })
+        Outcome::Later(Work::Restart(rings, Start { answer, undo, unmapped, next: None }))
     }
 
     /// Gives a ring its call descriptor. If that has to wait for a thread, and `may_wait` permits

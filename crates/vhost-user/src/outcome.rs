@@ -68,6 +68,8 @@ pub(super) enum Work {
     Map(oneshot::Receiver<io::Result<SharedMemory>>, Purpose),
     /// Rings stop; then the change is made.
     Stop(Change),
+    /// The change is made and kept; then its rings start.
+    Restart(Range<usize>, Start),
     /// Rings start, as far as they can; then the message is answered.
     Start(Start),
     /// The previous memory is unmapped, and counts as mapped until then. Then the message is

@@ -31,6 +31,8 @@ pub(super) struct RingState {
     is_lost: bool,
     /// True if the last stop has left requests in the inflight region.
     pub(super) has_left: bool,
+    /// True after a new base, until the account in the daemon's own region is forgotten.
+    pub(super) has_stale_account: bool,
     /// True while a disabled ring runs to answer them.
     is_finishing: bool,
 }

@@ -331,7 +331,7 @@ impl Session {
                 inflight.store_writeback(&self.connection.setup.device);
             }
             match outcome {
-                Outcome::Later(work) => match self.step(work, since, now) {
+                Outcome::Later(work) => match self.step(header, work, since, now) {
                     Ok(next) => outcome = next,
                     Err(work) => {
                         self.stage = Stage::Working { header, work, since };
@@ -375,7 +375,13 @@ impl Session {
     }
 
     /// Takes the next step of the work. Returns it as an error while it still has to wait.
-    fn step(&mut self, work: Work, since: Instant, now: Instant) -> Result<Outcome, Work> {
+    fn step(
+        &mut self,
+        header: Header,
+        work: Work,
+        since: Instant,
+        now: Instant,
+    ) -> Result<Outcome, Work> {
         match work {
             Work::Map(map, purpose) => match map.check() {
                 Poll::Pending if now < since + MESSAGE_LIMIT => Err(Work::Map(map, purpose)),
@@ -395,6 +401,10 @@ impl Session {
                 Poll::Ready(Ok(())) => Ok(self.connection.apply(change)),
                 Poll::Ready(Err(error)) => Ok(Outcome::Refuse(error.into())),
             },
+            Work::Restart(rings, start) => {
+                self.keep_change(header, &rings, &start);
+                Ok(self.connection.start(rings, start))
+            }
             Work::Start(start) => match self.connection.settle() {
                 Poll::Pending => Err(Work::Start(start)),
                 Poll::Ready(result) => Ok(self.connection.started(start, result)),

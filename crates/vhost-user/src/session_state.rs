@@ -95,6 +95,9 @@ struct RingFields {
     /// True if requests of a disabled ring are left in the inflight region.
     #[serde(default, skip_serializing_if = "is_off")]
     has_left: bool,
+    /// True if the ring has a new base, and its account may not be forgotten yet.
+    #[serde(default, skip_serializing_if = "is_off")]
+    has_stale_account: bool,
     next_avail: u16,
     /// The place of the next used element in a packed ring. Absent for split rings, as in earlier
     /// versions.
@@ -363,6 +366,7 @@ impl RingFields {
             started: settings.started,
             enabled: settings.enabled,
             has_left: ring.has_left && settings.started && !settings.enabled,
+            has_stale_account: ring.has_stale_account,
             next_avail: halves(ring.base).0,
             next_used: halves(ring.base).1,
             kick: put_some(fds, "kick", settings.kick.as_deref())?,
@@ -393,6 +397,7 @@ impl RingFields {
         ring.settings.started = self.started;
         ring.settings.enabled = self.enabled;
         ring.has_left = self.has_left;
+        ring.has_stale_account = self.has_stale_account;
         ring.settings.kick = fds.take_some(self.kick)?.map(Arc::new);
         ring.base = u32::from(self.next_avail) | u32::from(self.next_used) << 16;
         ring.call = fds.take_some(self.call)?.map(call).transpose()?;

@@ -39,25 +39,35 @@ impl Connection {
 
     /// Lets the front-end decide where a packed ring continues, now that it has stopped: the driver
     /// may have set it up again. The account of a split ring notices that by the used idx.
-    pub(super) fn forget_own_account(&self, ring: usize) {
-        let (index, layout) = (fits(ring, "the number of a queue"), self.layout());
-        if layout == RingLayout::Packed
-            && let Some(own) = &self.own_region
-            && let Ok(account) = own.region.queue(index, layout)
-        {
-            account.forget();
-        }
+    pub(super) fn note_stale_account(&mut self, ring: usize) {
+        self.rings[ring].has_stale_account =
+            self.layout() == RingLayout::Packed && self.own_region.is_some();
     }
 
-    /// Lets the front-end decide where all rings continue, because its driver has reset the device:
-    /// descriptors of new packed rings may look like a later state of the old ones.
+    /// Returns true if accounts are to be forgotten before a ring starts.
+    pub(crate) fn has_stale_accounts(&self) -> bool {
+        self.has_stale_accounts || self.rings.iter().any(|ring| ring.has_stale_account)
+    }
+
+    /// Lets the front-end decide where rings continue: those with a new base, or all, because its
+    /// driver has reset the device. Descriptors of new packed rings may look like a later state of
+    /// the old ones.
     ///
     /// The state is kept before: rings that ran in an earlier state would start at an old place
     /// without their accounts.
     pub(crate) fn forget_stale_accounts(&mut self) {
+        let layout = self.layout();
         if std::mem::take(&mut self.has_stale_accounts) {
             let regions = self.inflight.iter().chain(&self.own_region);
-            regions.for_each(|inflight| inflight.region.forget(self.layout()));
+            regions.for_each(|inflight| inflight.region.forget(layout));
+        }
+        for (index, ring) in self.rings.iter_mut().enumerate() {
+            if std::mem::take(&mut ring.has_stale_account)
+                && let Some(own) = &self.own_region
+                && let Ok(account) = own.region.queue(fits(index, "the number of a queue"), layout)
+            {
+                account.forget();
+            }
         }
     }
 

@@ -13,7 +13,12 @@ use crate::outcome::{Outcome, Start, Work};
 use crate::ring::{RingState, Surroundings, keep_first};
 
 impl Connection {
-    pub(super) fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
+    /// Returns true if one of these rings starts next, as far as its settings demand.
+    pub(crate) fn is_due(&self, rings: Range<usize>) -> bool {
+        self.rings[rings].iter().any(RingState::is_due)
+    }
+
+    pub(crate) fn start(&mut self, rings: Range<usize>, start: Start) -> Outcome {
         self.release_when_stopped();
         let control = self.control_ring;
         rings.filter(|ring| Some(*ring) != control).for_each(|ring| self.start_ring(ring));

@@ -15,6 +15,7 @@ use std::task::{Poll, Wake, Waker};
 use blockio::{DiskOptions, DiskSource, EngineConfig, IoThread, IoThreadConfig, Wait};
 use device::blk::config::{BlkOptions, F_CONFIG_WCE, F_FLUSH, WRITEBACK_OFFSET};
 use device::{Device, LogEvents};
+use layouts::inflight_area;
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
 use virtqueue::MappingRules;
@@ -121,6 +122,7 @@ impl Scene {
                     self.settle().unwrap();
                     self.connection.apply(change)
                 }
+                Outcome::Later(Work::Restart(rings, start)) => self.restart(rings, start),
                 Outcome::Later(Work::Start(start)) => {
                     let result = self.settle();
                     self.connection.started(start, result)
@@ -222,11 +224,6 @@ impl Scene {
         assert_eq!(self.device.negotiated().features(), 0, "the next driver has chosen nothing");
         assert_eq!((self.io.io().ops(), self.io.io().tasks()), (0, 0));
     }
-}
-
-/// A region for the queues of a scene.
-fn inflight_area() -> InflightArea {
-    InflightArea { size: 0, file_offset: 0, queues: QUEUES, queue_size: 128 }
 }
 
 fn region() -> Region {

@@ -1,11 +1,14 @@
 //! The state of a session that outlives a killed process.
 
 use std::io;
+use std::ops::Range;
 use std::time::Instant;
 
-use super::Session;
+use super::{ACK, NACK, Session};
 use crate::channel::Message;
 use crate::connection::SessionSetup;
+use crate::message::Header;
+use crate::outcome::Start;
 use crate::passed_fds::PassedFds;
 use crate::session_state::{SessionState, StateKeeper};
 
@@ -61,6 +64,34 @@ impl Session {
             self.keep_state(message);
         }
         self.connection.forget_stale_accounts();
+    }
+
+    /// Keeps a change with its answer before its rings start. If the next process repeated it, they
+    /// would start once more at a place behind which this process may have answered requests.
+    pub(super) fn keep_change(&mut self, header: Header, rings: &Range<usize>, start: &Start) {
+        if !self.connection.is_due(rings.clone()) {
+            // The end of the message keeps the change.
+            return;
+        }
+        if !self.is_kept() {
+            return self.connection.forget_stale_accounts();
+        }
+        let wants_ack = self.wants_ack(header);
+        let answer = match &start.answer {
+            Ok(Some(body)) => Some(&body[..]),
+            Ok(None) => wants_ack.then_some(&ACK[..]),
+            Err(_) => wants_ack.then_some(&NACK[..]),
+        };
+        if let Some(body) = answer {
+            self.channel.put_answer(header.reply(body.len()), body, None);
+        }
+        let has_stale_accounts = self.connection.has_stale_accounts();
+        self.keep(None);
+        if has_stale_accounts {
+            // By the first state the next process would forget them once more, after the start.
+            self.keep(None);
+        }
+        self.channel.forget_output();
     }
 
     fn keep_state(&mut self, message: Option<&Message>) {

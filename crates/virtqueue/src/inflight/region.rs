@@ -217,6 +217,7 @@ impl InflightAccount {
     /// Marks the account as new: the next start of the queue continues at its configured place.
     /// Call it while the queue does not run, and only after it has answered all requests.
     pub fn forget(&self) {
+        before_store();
         // The memory is mapped.
         let _ = self.memory.write(self.start + OFFSET_VERSION, &[0; 2]);
     }

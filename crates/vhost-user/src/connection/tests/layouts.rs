@@ -10,6 +10,11 @@ use super::*;
 const SPLIT: u64 = F_PROTOCOL_FEATURES | 1 << 32;
 const PACKED: u64 = SPLIT | 1 << F_RING_PACKED;
 
+/// A region for the queues of a scene.
+pub(super) fn inflight_area() -> InflightArea {
+    InflightArea { size: 0, file_offset: 0, queues: QUEUES, queue_size: 128 }
+}
+
 impl Scene {
     pub(super) fn get_region(&mut self) -> (InflightArea, OwnedFd) {
         let answer = self.tell(&Request::GetInflightFd(inflight_area()), vec![]);
@@ -152,6 +157,12 @@ impl Scene {
     pub(super) fn done(&mut self) -> Ended {
         self.connection.forget_stale_accounts();
         Ended::Done
+    }
+
+    /// Starts rings again like such a session.
+    pub(super) fn restart(&mut self, rings: Range<usize>, start: Start) -> Outcome {
+        self.connection.forget_stale_accounts();
+        self.connection.start(rings, start)
     }
 }
 

@@ -1,6 +1,8 @@
 //! A process is killed at each moment at which it keeps the state of a session. The next one
 //! continues from the last state, and the front-end does not notice.
 
+mod restarts;
+
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -102,6 +102,44 @@ fn an_account_of_another_ring_is_replaced() {
     }
 }
 
+/// A new ring looks like a later state of the earlier one, so the front-end states its place.
+#[test]
+fn a_forgotten_account_begins_at_the_stated_place_whenever_the_process_dies() {
+    for stores in 0.. {
+        let mut world = world(0);
+        let mut life = world.live();
+        for number in 1..=3 {
+            world.driver.offer(&[Desc::writable(0x8000, number)], None);
+            let id = life.queue.pop().unwrap().unwrap().head;
+            life.queue.push(id, 0);
+            let _ = life.queue.publish();
+        }
+        drop(life);
+        *packed(&mut world) = PackedDriver::new(Arc::clone(&world.memory), RING);
+        for number in 5..=7 {
+            world.driver.offer(&[Desc::writable(0x8000, number)], None);
+        }
+        let account = world.region.queue(1, RingLayout::Packed).unwrap();
+        death::after(Some(stores));
+        let opened = catch_unwind(AssertUnwindSafe(|| {
+            account.forget();
+            drop(world.open().unwrap());
+        }));
+        death::after(None);
+        let (mut queue, _) = world.open().unwrap();
+        if stores == 0 {
+            assert_eq!(queue.base(), 0x8003_8003, "nothing is forgotten");
+        } else {
+            assert_eq!(queue.base(), 0x8000_8000, "{stores}");
+            assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), 5, "{stores}");
+        }
+        if opened.is_ok() {
+            assert!(stores > u32::from(ENTRIES), "{stores}");
+            return;
+        }
+    }
+}
+
 /// Writes something wrong into an account.
 type Spoil = fn(&PackedAccount);
 
