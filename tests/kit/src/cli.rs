@@ -247,6 +247,24 @@ impl Running {
         bail!("the command has ended without writing {text:?}:\n{}", self.stderr)
     }
 
+    /// Waits for one line with each of `texts`, in any order: for lines of several threads.
+    ///
+    /// # Errors
+    /// If the command ends without one of them, or writes none in time.
+    pub fn wait_for_each(&mut self, texts: &[&str]) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        let mut missing = texts.to_vec();
+        while !missing.is_empty() {
+            let Some(line) = self.next_line(deadline)? else {
+                bail!("the command has ended without writing {missing:?}:\n{}", self.stderr);
+            };
+            if let Some(found) = missing.iter().position(|text| line.contains(text)) {
+                missing.swap_remove(found);
+            }
+        }
+        Ok(())
+    }
+
     /// Its standard error, up to the last line that was waited for.
     #[must_use]
     pub fn stderr(&self) -> &str {

@@ -101,8 +101,7 @@ fn a_truncated_file_gives_logged_errors() -> Result<()> {
         file.set_len(1 << 20)?;
         let answer = frontend.request(0, blk::IN, 4096, &[], 4096)?;
         ensure!(answer.status == blk::IOERR, "{engine}: a read has ended with {answer:?}");
-        daemon.wait_for("a request failed")?;
-        daemon.wait_for("its disk has shrunk to 1048576 bytes")?;
+        daemon.wait_for_each(&["a request failed", "its disk has shrunk to 1048576 bytes"])?;
         let answer = frontend.request(0, blk::OUT, 4096, &pattern(1, 4096), 0)?;
         ensure!(answer.status == blk::IOERR, "{engine}: a write has ended with {answer:?}");
         ensure!(file.metadata()?.len() == 1 << 20, "{engine}: a write has made it longer");

@@ -65,9 +65,8 @@ fn disks_that_are_being_opened_are_taken_over() -> Result<()> {
     let mut command = ringhaul()?;
     let mut next =
         Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
-    let taken = next.wait_for("took over 1 export").map(drop);
     // No call of the new process hangs.
-    let opened = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
+    let opened = next.wait_for_each(&["took over 1 export", &serving(&hung)]);
     let served = opened.and_then(|()| {
         Frontend::attach(&hung, &Setup::default())?.read(0, 0, 4096)?;
         frontend.read(0, 8, 4096).map(drop)
@@ -98,8 +97,7 @@ fn a_takeover_keeps_changed_limits() -> Result<()> {
     let mut command = ringhaul()?;
     let mut next =
         Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
-    let taken = next.wait_for("took over 1 export").map(drop);
-    let served = taken.and_then(|()| next.wait_for(&serving(&hung)).map(drop));
+    let served = next.wait_for_each(&["took over 1 export", &serving(&hung)]);
     fuse.release();
     served?;
     daemon.finish()?.expect_code(0)?;
