@@ -299,8 +299,8 @@ impl Control {
     /// # Errors
     ///
     /// When the exports are to end instead.
-    pub(crate) fn commit(&self) -> Answered<Vec<DiskSource>> {
-        self.ask(OrderKind::HandOver, |all| all.commit())?
+    pub(crate) fn commit(&self, leaves_stashes: bool) -> Answered<Vec<DiskSource>> {
+        self.ask(OrderKind::HandOver, move |all| all.commit(leaves_stashes))?
     }
 
     /// Restarts the queues and waits until that is done.

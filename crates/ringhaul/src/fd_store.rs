@@ -4,7 +4,8 @@
 //! Each connected front-end has a `stash`, a pair of sockets in which its descriptors wait; the
 //! manager stores that pair. The first descriptor is a `record` in a memory file, which the
 //! `keeper` updates with each message of the front-end. `passed` finds the sessions of a killed
-//! process.
+//! process. A process that takes over continues the stashes of the old one, so that the manager has
+//! each session at any time.
 
 mod keeper;
 mod passed;
@@ -13,18 +14,21 @@ mod stash;
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use anyhow::{Result, ensure};
 use blockio::executor::Lock;
 use clap::ValueEnum;
-use vhost_user::StateKeeper;
+use serde::{Deserialize, Serialize};
+use vhost_user::{FdIndex, PassedFds, StateKeeper};
 
 use crate::process::service_manager::{self, STORED_PREFIX};
 use crate::spec::ExportSpec;
 use keeper::Keeper;
+pub(crate) use keeper::Kept;
 pub(crate) use passed::KilledSession;
+use stash::{Stash, StoredEnds};
 
 /// Values of `--keep-connections`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -84,14 +88,31 @@ impl FdStore {
         Ok(Some(Arc::new(Self { next, killed })))
     }
 
-    /// A keeper for the sessions of an export.
+    /// A keeper for the sessions of an export, and the ends of its stash. It continues an earlier
+    /// stash if there is one.
     ///
     /// # Errors
     ///
     /// When no descriptor is left, or the manager does not take it.
-    pub(crate) fn keeper(&self, export: ExportSpec) -> io::Result<Box<dyn StateKeeper>> {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(Keeper::new(format!("{STORED_PREFIX}{number}"), export)?))
+    fn keeper(
+        &self,
+        export: ExportSpec,
+        earlier: Option<Kept>,
+    ) -> io::Result<(Box<dyn StateKeeper>, Weak<StoredEnds>)> {
+        let new = || {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            Kept::new(Stash::new(format!("{STORED_PREFIX}{number}"))?)
+        };
+        let kept = earlier.map_or_else(new, Ok)?;
+        let ends = kept.ends();
+        Ok((Box::new(Keeper::new(kept, export)), ends))
+    }
+
+    /// Reserves the names up to this one, of a stash of another process.
+    fn reserve(&self, name: &str) {
+        if let Some(number) = passed::number_of(name) {
+            self.next.fetch_max(number.saturating_add(1), Ordering::Relaxed);
+        }
     }
 
     /// Takes the session of a killed process that this export is to continue.
@@ -128,6 +149,119 @@ impl FdStore {
     /// Disconnects the remaining front-ends of the killed process.
     pub(crate) fn forget_killed(&self) {
         drop(std::mem::take(&mut *self.killed.lock()));
+    }
+}
+
+/// The place of the session in the service manager's store.
+pub(crate) struct KeptSession {
+    /// `None`: the manager keeps nothing.
+    store: Option<Arc<FdStore>>,
+    stash: Weak<StoredEnds>,
+    /// The stash of the old process, until this one resumes the session.
+    handed: Option<HandedStash>,
+}
+
+impl KeptSession {
+    pub(crate) fn new(store: Option<Arc<FdStore>>) -> Self {
+        Self { store, stash: Weak::new(), handed: None }
+    }
+
+    /// Describes the stash for another process, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(crate) fn hand_over(&self, fds: &mut PassedFds) -> io::Result<Option<StashState>> {
+        self.stash.upgrade().map(|ends| ends.hand_over(fds)).transpose()
+    }
+
+    /// Takes the stash of the old process, which owns it until this one resumes the session.
+    ///
+    /// # Errors
+    ///
+    /// When it was not received.
+    pub(crate) fn take_over(
+        &mut self,
+        stash: Option<StashState>,
+        fds: &mut PassedFds,
+    ) -> io::Result<()> {
+        self.handed = stash.map(|stash| HandedStash::new(stash, fds)).transpose()?;
+        if let (Some(store), Some(handed)) = (&self.store, &self.handed) {
+            store.reserve(&handed.name);
+        }
+        Ok(())
+    }
+
+    /// The store, if the manager keeps anything.
+    pub(crate) fn store(&self) -> Option<&Arc<FdStore>> {
+        self.store.as_ref()
+    }
+
+    /// Makes the stash of the old process that of this one.
+    ///
+    /// # Errors
+    ///
+    /// When the pair is no stash. The service manager forgets it.
+    pub(crate) fn open_handed(&mut self) -> io::Result<Option<Kept>> {
+        let open = |HandedStash { name, ends }| Ok(Kept::open(name, ends)?.0);
+        self.handed.take().map(open).transpose()
+    }
+
+    /// A keeper for the session, which continues an earlier stash if there is one. `None`: the
+    /// manager keeps nothing.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left, or the manager does not take it.
+    pub(crate) fn keeper(
+        &mut self,
+        export: ExportSpec,
+        earlier: Option<Kept>,
+    ) -> io::Result<Option<Box<dyn StateKeeper>>> {
+        let Some(store) = &self.store else { return Ok(None) };
+        let (keeper, stash) = store.keeper(export, earlier)?;
+        self.stash = stash;
+        Ok(Some(keeper))
+    }
+}
+
+/// The stash of a session that is handed over.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct StashState {
+    name: String,
+    ends: [FdIndex; 2],
+}
+
+impl StoredEnds {
+    /// Describes the stash for another process.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    fn hand_over(&self, fds: &mut PassedFds) -> io::Result<StashState> {
+        let [inlet, outlet] = self.sockets();
+        let ends = [fds.put("stash", inlet)?, fds.put("stash", outlet)?];
+        Ok(StashState { name: self.name().to_owned(), ends })
+    }
+}
+
+/// A stash of another process, which owns it until this one resumes.
+struct HandedStash {
+    name: String,
+    ends: Vec<OwnedFd>,
+}
+
+impl HandedStash {
+    /// Takes the ends of the stash.
+    ///
+    /// # Errors
+    ///
+    /// When they were not received.
+    fn new(state: StashState, fds: &mut PassedFds) -> io::Result<Self> {
+        let StashState { name, ends } = state;
+        let ends = ends.into_iter().map(|end| fds.take(end)).collect::<io::Result<_>>()?;
+        Ok(Self { name, ends })
     }
 }
 

@@ -2,16 +2,19 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::service_manager::ServiceManager;
-use rustix::process::Signal;
-use serde_json::json;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
 
 use super::control::Client;
+use super::takeover::{Client as Successor, taking_over};
 use super::{DISK_BYTES, test_folders};
 
 /// A daemon under a manager, with the export `vm`. A command adds `late`, so that the next process
@@ -61,40 +64,117 @@ impl Killed {
         daemon.finish()?;
         std::fs::remove_file(late)?;
         let mut next = manager.start_with_stored(&path, |command| complete(folders, command))?;
-        next.wait_for("late: cannot be restored")?;
-        next.wait_for(READY)?;
-        // The names of stored descriptors are not used again.
-        manager.wait_stored(&["rh-1", "rh-2"])?;
+        next.wait_for_each(&["late: cannot be restored", READY])?;
+        // The next process continues what is stored.
+        manager.wait_stored(&["rh-0", "rh-1"])?;
         let _ = manager.arrived();
         ensure!(served.read(0, 8, 4096)? == [5; 4096], "its queues have not resumed");
         Ok(Self { manager, next, served, left })
     }
 }
 
-fn ctl(control: &Path, words: &[&str]) -> Result<()> {
-    run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))?.expect_code(0)?;
-    Ok(())
+fn ctl(control: &Path, words: &[&str]) -> Result<String> {
+    let done = run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))?;
+    Ok(done.expect_code(0)?.stdout)
 }
 
-/// The manager refuses messages of the old process once it knows the new one, which stores under
-/// the same names.
+/// A kill at any moment of an upgrade must find the session in the store. The manager refuses
+/// messages of the old process once it knows the new one.
 #[test]
-fn an_upgrade_forgets_stored_descriptors_before_the_manager_knows_the_new_process() -> Result<()> {
+fn an_upgrade_leaves_the_descriptors_of_a_session_stored() -> Result<()> {
     let folders = test_folders()?;
     let Killed { manager, next, mut served, mut left } = Killed::new(&folders)?;
     let control = folders.socket("control");
-    ctl(&control, &["upgrade", &ringhaul_binary()?.display().to_string()])?;
-    let messages = manager.wait_for("MAINPID=")?;
-    for name in ["rh-1", "rh-2"] {
-        ensure!(forgets(&messages, name), "{name} is stored for ever: {messages:?}");
-    }
+    let upgraded = ctl(&control, &["upgrade", &ringhaul_binary()?.display().to_string()])?;
+    let mut messages = manager.wait_for("MAINPID=")?;
+    ensure!(forgets(&messages, "rh-1"), "rh-1 is stored for ever: {messages:?}");
     manager.wait_stored(&["rh-0"])?;
     ensure!(served.read(0, 8, 4096)? == [5; 4096], "its queues have not resumed");
     ensure!(left.channel.receive()?.is_none(), "no process serves this front-end");
-    ctl(&control, &["shutdown", "--wait"])?;
-    manager.wait_stored(&[])?;
+    messages.extend(manager.arrived());
+    ensure!(!messages.iter().any(|text| text.contains("rh-0")), "{messages:?}");
+    // A new front-end has a name of its own, and a kill loses neither.
+    let socket = folders.socket("new.sock");
+    let spec = json!({ "name": "new", "endpoint": { "path": socket },
+        "device": { "blk": { "null": { "size-bytes": DISK_BYTES } } } });
+    let added = Client::new(&control)?.call("export.add", &spec)?;
+    ensure!(added["error"].is_null(), "{added}");
+    let mut new = Frontend::attach(&socket, &Setup::default())?;
+    manager.wait_stored(&["rh-0", "rh-1"])?;
+    served.write(0, 16, &[6; 4096])?;
+    let process = serde_json::from_str::<Value>(&upgraded)?["process"].as_i64();
+    let process = process.and_then(|id| Pid::from_raw(id.try_into().ok()?));
+    kill_process(process.context("the upgrade names no process")?, Signal::KILL)?;
+    // Both processes write to its standard error.
     next.finish()?.expect_code(0)?;
+    let path = folders.socket("manager");
+    let mut last = manager.start_with_stored(&path, |command| complete(&folders, command))?;
+    last.wait_for_each(&[READY, READY])?;
+    ensure!(served.read(0, 16, 4096)? == [6; 4096], "a write is lost");
+    new.read(0, 0, 4096)?;
+    manager.wait_stored(&["rh-0", "rh-1"])?;
+    last.signal(Signal::TERM)?;
+    last.finish()?.expect_code(0)?;
+    manager.wait_stored(&[])
+}
+
+/// A new process of an earlier format stores the descriptors again, under the same names.
+#[test]
+fn only_a_new_process_with_the_stash_leaves_it_stored() -> Result<()> {
+    for (format, stored) in [(8, &[][..]), (9, &["rh-0"])] {
+        let folders = test_folders()?;
+        folders.disk("vm.img", DISK_BYTES)?;
+        let mut command = ringhaul()?;
+        let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
+        complete(&folders, command.arg("serve"))?;
+        let daemon = Running::serve(&mut command)?;
+        let _frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+        manager.wait_stored(&["rh-0"])?;
+        let mut successor = Successor::new(&folders)?;
+        successor.begin_in(format)?;
+        let paused = successor.call("takeover.pause", &json!({}))?;
+        let stash = &paused["result"]["says"]["exports"][0]["stash"]["name"];
+        ensure!(stored.first().map_or(stash.is_null(), |name| stash == name), "{paused}");
+        let taken = successor.call("takeover.take", &json!({}))?;
+        ensure!(taken["error"].is_null(), "{taken}");
+        let messages = manager.wait_for("MAINPID=")?;
+        ensure!(forgets(&messages, "rh-0") == stored.is_empty(), "{format}: {messages:?}");
+        daemon.finish()?.expect_code(0)?;
+        manager.wait_stored(stored)?;
+    }
     Ok(())
+}
+
+/// The kills are spread over the time that a takeover takes.
+#[test]
+fn a_kill_of_both_processes_of_a_takeover_loses_no_session() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("vm.img", DISK_BYTES)?;
+    let mut command = ringhaul()?;
+    let path = folders.socket("manager");
+    let manager = ServiceManager::listen(&path, &mut command)?;
+    complete(&folders, command.arg("serve"))?;
+    let mut old = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    manager.wait_stored(&["rh-0"])?;
+    for kill in 0..20 {
+        frontend.write(0, kill, &pattern(kill, 512))?;
+        let mut new = Running::start(taking_over(&folders)?.env("NOTIFY_SOCKET", &path))?;
+        new.wait_for("ready to take over")?;
+        std::thread::sleep(Duration::from_micros(200 * kill * kill));
+        for mut process in [old, new] {
+            // The old process may have ended.
+            let _ = process.signal(Signal::KILL);
+            process.finish()?;
+        }
+        manager.wait_stored(&["rh-0"])?;
+        old = manager.start_with_stored(&path, |command| complete(&folders, command))?;
+        old.wait_for("continues with the front-end of the killed daemon")?;
+        ensure!(frontend.read(0, kill, 512)? == pattern(kill, 512), "a write is lost");
+    }
+    old.signal(Signal::TERM)?;
+    old.finish()?.expect_code(0)?;
+    manager.wait_stored(&[])
 }
 
 #[test]

@@ -341,7 +341,7 @@ fn a_refused_upgrade_gives_the_reason_and_the_remedy() -> Result<()> {
     let answer = taker()?;
     ensure!(answer["error"]["code"] == 11, "{answer}");
     // Another hand-over is in progress, and its process sends nothing more.
-    let begin = json!({ "formats": [4, 5, 6, 7, 8], "inflight-versions": [1], "version": "x" });
+    let begin = json!({ "formats": [4, 5, 6, 7, 8, 9], "inflight-versions": [1], "version": "x" });
     let mut silent = Client::new(&folders.socket("control"))?;
     let described = silent.call("takeover", &begin)?;
     ensure!(described.get("error").is_none(), "{described}");

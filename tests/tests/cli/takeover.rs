@@ -25,7 +25,7 @@ use crate::{DISK_BYTES, test_folders};
 const TAKEOVERS: usize = 9;
 
 /// The format between two processes of this version.
-const FORMAT: u32 = 7;
+const FORMAT: u32 = 9;
 
 /// A message of the new process when it serves.
 pub(super) const TAKEN: &str = "took over 1 export from process";

@@ -26,7 +26,7 @@ use super::order::ExportSetup;
 use super::stages::{Registration, RemovalWaiter};
 use crate::control::export_log::ExportLog;
 use crate::control::subscribers::EventDetails;
-use crate::fd_store::FdStore;
+use crate::fd_store::KeptSession;
 use crate::log::rate_limit::RateLimit;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
@@ -61,7 +61,7 @@ pub(super) struct Export {
     pub(super) turns: Option<Arc<GuestTurns>>,
     limits: MemoryLimits,
     groups: Arc<LimitGroups>,
-    fd_store: Option<Arc<FdStore>>,
+    pub(super) kept: KeptSession,
     /// `None` if further front-ends are refused.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) session: Option<Session>,
@@ -116,7 +116,7 @@ impl Export {
             turns,
             limits,
             groups,
-            fd_store,
+            kept: KeptSession::new(fd_store),
             // An inherited connection is ready from the start.
             listener_is_ready: matches!(endpoint, Some(Endpoint::Connection(_))),
             endpoint,
@@ -406,7 +406,7 @@ impl Export {
         self.memory_watch = MemoryWatch::default();
         (self.session, self.connected) = (Some(session), now);
         self.sessions += 1;
-        self.keep_session();
+        self.keep_session(None);
     }
 
     fn accept_failed(&mut self, error: &io::Error, now: Instant) {

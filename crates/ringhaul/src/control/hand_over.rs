@@ -167,7 +167,7 @@ impl Export {
         self.is_handing_over = false;
         self.turns.iter().for_each(|turns| turns.resume());
         self.endpoint.iter_mut().for_each(Endpoint::keep);
-        self.keep_session();
+        self.keep_handed_session();
         self.session.iter_mut().for_each(Session::begin_resume);
         self.session_is_ready = self.session.is_some();
     }
@@ -195,6 +195,7 @@ impl Export {
         let files = files.iter().map(|file| fds.put_some("reservations", file.as_ref()));
         let reservations = files.collect::<io::Result<_>>()?;
         let (connected, sessions) = (self.connected.elapsed(), self.sessions);
+        let stash = self.kept.hand_over(fds)?;
         Ok(ExportProgress {
             session,
             connected,
@@ -207,6 +208,7 @@ impl Export {
             turns: self.turns.as_ref().map(|turns| turns.hand_over()),
             device,
             reservations,
+            stash,
         })
     }
 
@@ -249,6 +251,9 @@ impl Export {
             export.connected = now.checked_sub(progress.connected).unwrap_or(now);
             export.is_connection_logged = true;
         }
+        export.kept.take_over(progress.stash, fds).with_context(|| {
+            format!("cannot take over the stored descriptors of {}", export.name())
+        })?;
         Ok(export)
     }
 }

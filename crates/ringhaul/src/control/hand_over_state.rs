@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds, SessionState};
 
 use super::guest_turns::TurnStates;
+use crate::fd_store::StashState;
 use crate::socket::EndpointState;
 use crate::spec::ExportSpec;
 use crate::spec::stats::QueueServed;
@@ -80,6 +81,10 @@ pub(crate) struct ExportProgress {
     pub(super) device: DeviceState,
     /// The device's files with reservations.
     pub(super) reservations: Vec<Option<FdIndex>>,
+    /// The descriptors that the service manager keeps. `None`: it keeps none, or the new process
+    /// stores them again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) stash: Option<StashState>,
 }
 
 /// The counters of an export, except the totals of its requests.
@@ -104,6 +109,11 @@ impl HandedExport {
 }
 
 impl ExportProgress {
+    /// Drops the stored descriptors, for a process that does not understand them.
+    pub(crate) fn forget_stash(&mut self) {
+        self.stash = None;
+    }
+
     /// Drops the totals of requests, for a process that does not understand them.
     pub(crate) fn forget_totals(&mut self) {
         self.totals = None;

@@ -15,16 +15,18 @@ use crate::spec::stats::LoopStats;
 /// The format in which this version describes itself. Raise it whenever the stored sample is no
 /// longer understood, or written in another way, and store a new sample. Versions that do not fit
 /// are then refused before any queue stops.
-pub(crate) const FORMAT: u32 = 8;
-/// The format that lacks only the counters beside the totals of requests.
+pub(crate) const FORMAT: u32 = 9;
+/// The format that lacks only the stashes of front-ends.
+pub(crate) const WITHOUT_STASHES: u32 = 8;
+/// The format that lacks the counters beside the totals of requests besides.
 const WITHOUT_COUNTERS: u32 = 7;
 /// The format that lacks the reasons for engines besides.
 const WITHOUT_ENGINE_REASONS: u32 = 6;
 /// The format that lacks the totals of requests besides.
 const WITHOUT_TOTALS: u32 = 5;
 /// The formats that this version understands and writes, the best one first.
-pub(crate) const FORMATS: [u32; 4] =
-    [FORMAT, WITHOUT_COUNTERS, WITHOUT_ENGINE_REASONS, WITHOUT_TOTALS];
+pub(crate) const FORMATS: [u32; 5] =
+    [FORMAT, WITHOUT_STASHES, WITHOUT_COUNTERS, WITHOUT_ENGINE_REASONS, WITHOUT_TOTALS];
 
 /// The method that begins a takeover.
 pub(crate) const BEGIN: &str = "takeover";
@@ -122,6 +124,9 @@ pub(crate) struct PausedState {
 impl PausedState {
     /// Leaves out the parts that a process of this format does not understand.
     pub(crate) fn for_format(mut self, format: u32) -> Self {
+        if format <= WITHOUT_STASHES {
+            self.exports.iter_mut().for_each(ExportProgress::forget_stash);
+        }
         if format <= WITHOUT_COUNTERS {
             (self.failed_takeovers, self.iothreads) = (None, Vec::new());
             self.exports.iter_mut().for_each(ExportProgress::forget_counters);
@@ -165,11 +170,13 @@ mod tests {
 
     const SAMPLE: &str = include_str!("format/sample.json");
     /// The samples of earlier formats.
+    const SAMPLE_8: &str = include_str!("format/sample-8.json");
     const SAMPLE_7: &str = include_str!("format/sample-7.json");
     const SAMPLE_6: &str = include_str!("format/sample-6.json");
     const SAMPLE_5: &str = include_str!("format/sample-5.json");
-    const SAMPLES: [(&str, u32); 4] = [
+    const SAMPLES: [(&str, u32); 5] = [
         (SAMPLE, FORMAT),
+        (SAMPLE_8, WITHOUT_STASHES),
         (SAMPLE_7, WITHOUT_COUNTERS),
         (SAMPLE_6, WITHOUT_ENGINE_REASONS),
         (SAMPLE_5, WITHOUT_TOTALS),
@@ -189,7 +196,7 @@ mod tests {
             let (paused_state, stored): (PausedState, _) = parsed(sample, "standstill");
             assert_eq!(serde_json::to_value(paused_state).unwrap(), stored, "format {format}");
         }
-        assert_eq!(FORMAT, 8, "the sample is of this format");
+        assert_eq!(FORMAT, 9, "the sample is of this format");
     }
 
     #[test]
@@ -205,13 +212,14 @@ mod tests {
             assert_eq!(written, stored, "format {format}");
         }
         for (formats, common) in [
-            (&[8, 7, 6, 5][..], Some(8)),
+            (&[9, 8, 7, 6, 5][..], Some(9)),
+            (&[8, 7, 6, 5], Some(8)),
             (&[7, 6, 5], Some(7)),
             (&[6, 5], Some(6)),
             (&[5], Some(5)),
-            (&[9, 8], Some(8)),
+            (&[10, 9], Some(9)),
             (&[4], None),
-            (&[9], None),
+            (&[10], None),
         ] {
             assert_eq!(common_format(formats), common, "{formats:?}");
         }

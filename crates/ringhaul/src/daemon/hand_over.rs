@@ -330,14 +330,15 @@ impl Daemon {
 }
 
 impl PausedQueues<'_> {
-    /// Commits to the hand-over: the new process owns everything once it receives the answer.
-    /// Returns the disks, which must be [released](Self::release) then.
+    /// Commits to the hand-over: the new process owns everything once it receives the answer. It
+    /// owns stored descriptors of front-ends only if `leaves_stashes`. Returns the disks, which
+    /// must be [released](Self::release) then.
     ///
     /// # Errors
     ///
     /// When this process is to end the exports itself.
-    pub(crate) fn commit(&self) -> Result<Vec<DiskSource>, CommandError> {
-        let disks = self.daemon.control.commit()?;
+    pub(crate) fn commit(&self, leaves_stashes: bool) -> Result<Vec<DiskSource>, CommandError> {
+        let disks = self.daemon.control.commit(leaves_stashes)?;
         self.daemon.forget_killed();
         Ok(disks)
     }
@@ -572,7 +573,7 @@ mod tests {
         daemon.inherited.put(7, Endpoint::take_over(endpoint.0, &mut { endpoint.1 }).unwrap());
         daemon.inherited.keep();
         let (paused, _) = daemon.pause(generation).unwrap();
-        let released = paused.commit().unwrap();
+        let released = paused.commit(true).unwrap();
         assert_eq!(disk.take_calls(), [Call::WriteBack]);
         paused.release(7, UnixStream::pair().unwrap().0, released);
         assert_eq!(disk.take_calls(), [Call::ReleaseLock]);

@@ -1,13 +1,14 @@
 //! The keeper of one session.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Weak;
 
 use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
 
-use super::record::{Record, RecordFile};
-use super::stash::{Number, Stash};
+use super::record::{self, Record, RecordFile};
+use super::stash::{Number, Stash, StoredEnds};
 use crate::spec::ExportSpec;
 
 pub(super) struct Keeper {
@@ -20,7 +21,8 @@ pub(super) struct Keeper {
     fds: HashSet<RawFd>,
 }
 
-struct Kept {
+/// A stash and its record. The service manager keeps them until this is dropped.
+pub(crate) struct Kept {
     file: RecordFile,
     /// The number of the record's file.
     record: Number,
@@ -30,16 +32,8 @@ struct Kept {
 }
 
 impl Keeper {
-    /// Asks the service manager to store a new stash under this name.
-    pub(super) fn new(name: String, export: ExportSpec) -> io::Result<Self> {
-        Self::with_stash(Stash::new(name)?, export)
-    }
-
-    pub(super) fn with_stash(mut stash: Stash, export: ExportSpec) -> io::Result<Self> {
-        let file = RecordFile::new()?;
-        let record = stash.put(file.as_fd())?;
-        let kept = Some(Kept { file, record, stash, known: HashMap::new() });
-        Ok(Self { export, kept, begun: Vec::new(), fds: HashSet::new() })
+    pub(super) fn new(kept: Kept, export: ExportSpec) -> Self {
+        Self { export, kept: Some(kept), begun: Vec::new(), fds: HashSet::new() }
     }
 
     fn put_number(&mut self, fd: RawFd, number: Number) -> FdIndex {
@@ -61,6 +55,45 @@ impl Keeper {
 }
 
 impl Kept {
+    /// Puts an empty record into an empty stash.
+    pub(super) fn new(mut stash: Stash) -> io::Result<Self> {
+        let file = RecordFile::new()?;
+        let record = stash.put(file.as_fd())?;
+        Ok(Self { file, record, stash, known: HashMap::new() })
+    }
+
+    /// Continues the stash of another process, which is stored under this name. Returns its other
+    /// descriptors too.
+    ///
+    /// # Errors
+    ///
+    /// When the pair is no stash. The service manager forgets it.
+    pub(super) fn open(
+        name: String,
+        ends: Vec<OwnedFd>,
+    ) -> io::Result<(Self, BTreeMap<Number, OwnedFd>)> {
+        let (stash, mut fds) = Stash::open(name, ends)?;
+        // The record is put in first.
+        let first = fds.pop_first();
+        let (record, file) = first.ok_or_else(|| io::Error::other("its record is missing"))?;
+        let file = RecordFile::open(file);
+        Ok((Self { file, record, stash, known: HashMap::new() }, fds))
+    }
+
+    /// The last state of the session, unless there was none.
+    ///
+    /// # Errors
+    ///
+    /// When its record is damaged, or of another format.
+    pub(super) fn read(&self) -> io::Result<Option<Record>> {
+        record::read(self.file.as_fd())
+    }
+
+    /// The ends of its stash, as long as it is kept.
+    pub(super) fn ends(&self) -> Weak<StoredEnds> {
+        self.stash.ends()
+    }
+
     fn write(
         &mut self,
         export: &ExportSpec,

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use vhost_user::{PassedFds, SessionState};
 
-use super::record::{self, Record};
-use super::stash::Stash;
+use super::keeper::Kept;
+use super::record::Record;
 use crate::process::service_manager::{self, STORED_PREFIX};
 use crate::spec::{DeviceSpec, ExportSpec};
 
@@ -18,13 +18,14 @@ pub(crate) struct KilledSession {
     pub(crate) export: ExportSpec,
     pub(crate) state: Option<SessionState>,
     pub(crate) fds: PassedFds,
-    _stash: Option<Stash>,
+    /// Its place in the store. `None`: only in tests.
+    pub(crate) kept: Option<Kept>,
 }
 
 impl KilledSession {
     #[cfg(test)]
     pub(super) fn of(export: ExportSpec, state: SessionState) -> Self {
-        Self { export, state: Some(state), fds: PassedFds::default(), _stash: None }
+        Self { export, state: Some(state), fds: PassedFds::default(), kept: None }
     }
 
     /// The reason why this export cannot continue the session.
@@ -72,16 +73,13 @@ pub(super) fn number_of(name: &str) -> Option<u64> {
 
 /// Opens a stash. `None`: its session was not kept yet.
 fn session(name: &str, ends: Vec<OwnedFd>) -> io::Result<Option<KilledSession>> {
-    let (stash, mut files) = Stash::open(name.to_owned(), ends)?;
-    // The record is put in first.
-    let record = files.pop_first().ok_or_else(|| io::Error::other("its record is missing"))?.1;
-    let Some(record) = record::read(record.as_fd())? else { return Ok(None) };
-    let Record { export, session, descriptors } = record;
+    let (kept, files) = Kept::open(name.to_owned(), ends)?;
+    let Some(Record { export, session, descriptors }) = kept.read()? else { return Ok(None) };
     let fd = |number| {
         let file = files.get(number).ok_or_else(|| io::Error::other("a descriptor is missing"))?;
         file.try_clone()
     };
     let fds = descriptors.iter().map(fd).collect::<io::Result<Vec<_>>>()?;
     let fds = PassedFds::new(vec![String::new(); fds.len()], fds);
-    Ok(Some(KilledSession { export, state: Some(session), fds, _stash: Some(stash) }))
+    Ok(Some(KilledSession { export, state: Some(session), fds, kept: Some(kept) }))
 }

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -55,6 +55,12 @@ impl RecordFile {
         Ok(Self { file, number: 0 })
     }
 
+    /// Continues the file of another process.
+    pub(super) fn open(file: OwnedFd) -> Self {
+        let number = newest_half(file.as_fd()).map_or(0, |(number, _)| number);
+        Self { file: File::from(file), number }
+    }
+
     /// Writes a record in the place of the one before the last.
     pub(super) fn write(&mut self, record: &Record) -> io::Result<()> {
         self.write_as(FORMAT, record)
@@ -95,9 +101,7 @@ impl AsFd for RecordFile {
 ///
 /// When it is damaged, or of another format.
 pub(super) fn read(file: BorrowedFd<'_>) -> io::Result<Option<Record>> {
-    let halves = [0, 1].map(|half| read_half(file, SENT_BYTES + half * HALF_BYTES));
-    let newest = halves.into_iter().flatten().max_by_key(|(number, _)| *number);
-    let Some((number, body)) = newest else {
+    let Some((number, body)) = newest_half(file) else {
         let is_blank = |half| {
             let mut first = [1; HEADER_BYTES];
             read_all(file, &mut first, SENT_BYTES + half * HALF_BYTES);
@@ -119,6 +123,12 @@ pub(super) fn read(file: BorrowedFd<'_>) -> io::Result<Option<Record>> {
         record.session.forget_answer();
     }
     Ok(Some(record))
+}
+
+/// The number and the content of the newest whole half.
+fn newest_half(file: BorrowedFd<'_>) -> Option<(u64, Vec<u8>)> {
+    let halves = [0, 1].map(|half| read_half(file, SENT_BYTES + half * HALF_BYTES));
+    halves.into_iter().flatten().max_by_key(|(number, _)| *number)
 }
 
 /// The number and the content of a half, if it is whole.

@@ -15,6 +15,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use rustix::fs::fcntl_get_seals;
@@ -44,16 +45,39 @@ pub(super) type Number = u64;
 
 /// Descriptors outside of this process, until this is dropped.
 pub(super) struct Stash {
-    /// Its name in the store.
-    name: String,
-    inlet: OwnedFd,
-    outlet: OwnedFd,
+    ends: Arc<StoredEnds>,
     /// The number of messages.
     messages: usize,
     next: Number,
     /// The calls until the process dies.
     #[cfg(test)]
     calls_left: std::cell::Cell<usize>,
+}
+
+/// The socket pair of a stash. The service manager keeps it until this is dropped.
+pub(crate) struct StoredEnds {
+    /// The name in the store.
+    name: String,
+    inlet: OwnedFd,
+    outlet: OwnedFd,
+}
+
+impl StoredEnds {
+    /// The name in the store.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Both sockets.
+    pub(super) fn sockets(&self) -> [BorrowedFd<'_>; 2] {
+        [self.inlet.as_fd(), self.outlet.as_fd()]
+    }
+}
+
+impl Drop for StoredEnds {
+    fn drop(&mut self) {
+        service_manager::forget(&self.name);
+    }
 }
 
 /// A message: numbers and their descriptors, or a mark without any.
@@ -67,7 +91,7 @@ impl Stash {
     /// When no descriptor is left, or the manager does not take it.
     pub(super) fn new(name: String) -> io::Result<Self> {
         let stash = Self::new_unstored(name)?;
-        service_manager::store(&stash.name, &[stash.inlet.as_fd(), stash.outlet.as_fd()])?;
+        service_manager::store(stash.ends.name(), &stash.ends.sockets())?;
         Ok(stash)
     }
 
@@ -81,9 +105,7 @@ impl Stash {
 
     fn from_ends(name: String, inlet: OwnedFd, outlet: OwnedFd) -> Self {
         Self {
-            name,
-            inlet,
-            outlet,
+            ends: Arc::new(StoredEnds { name, inlet, outlet }),
             messages: 0,
             next: 0,
             #[cfg(test)]
@@ -91,10 +113,15 @@ impl Stash {
         }
     }
 
+    /// Its ends, as long as it is kept.
+    pub(super) fn ends(&self) -> Weak<StoredEnds> {
+        Arc::downgrade(&self.ends)
+    }
+
     /// Copies of both ends, as the next process gets them.
     #[cfg(test)]
-    pub(super) fn ends(&self) -> [OwnedFd; 2] {
-        [&self.outlet, &self.inlet].map(|end| end.try_clone().unwrap())
+    pub(super) fn copies(&self) -> [OwnedFd; 2] {
+        [&self.ends.outlet, &self.ends.inlet].map(|end| end.try_clone().unwrap())
     }
 
     #[cfg(test)]
@@ -111,7 +138,7 @@ impl Stash {
         self.compact(|_| true).is_ok()
     }
 
-    /// Opens the pair of a killed process, with all descriptors.
+    /// Opens the pair of another process, with all descriptors.
     ///
     /// # Errors
     ///
@@ -213,7 +240,7 @@ impl Stash {
             assert!(has_room, "there is room for as many as a message can have");
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        sendmsg(&self.inlet, &[IoSlice::new(bytes)], &mut control, flags)?;
+        sendmsg(&self.ends.inlet, &[IoSlice::new(bytes)], &mut control, flags)?;
         Ok(())
     }
 
@@ -224,7 +251,7 @@ impl Stash {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let slices = &mut [IoSliceMut::new(&mut bytes)];
-        let received = recvmsg(&self.outlet, slices, &mut control, flags)?.bytes;
+        let received = recvmsg(&self.ends.outlet, slices, &mut control, flags)?.bytes;
         bytes.truncate(received);
         let mut fds = Vec::new();
         for message in control.drain() {
@@ -242,14 +269,8 @@ impl Stash {
     fn drop_first(&self) -> io::Result<()> {
         #[cfg(test)]
         self.live()?;
-        recv(&self.outlet, &mut [0; NUMBER_BYTES], RecvFlags::DONTWAIT)?;
+        recv(&self.ends.outlet, &mut [0; NUMBER_BYTES], RecvFlags::DONTWAIT)?;
         Ok(())
-    }
-}
-
-impl Drop for Stash {
-    fn drop(&mut self) {
-        service_manager::forget(&self.name);
     }
 }
 

@@ -5,9 +5,10 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::{Value, json};
-use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
+use vhost_user::{FdIndex, FdSink, PassedFds, SessionState, StateKeeper};
 
-use super::keeper::Keeper;
+use super::KeptSession;
+use super::keeper::{Keeper, Kept};
 use super::passed::KilledSession;
 use super::record::{self, HALF_BYTES, HEADER_BYTES, Record, RecordFile, SENT_BYTES};
 use super::stash::{Number, Stash};
@@ -121,7 +122,7 @@ fn only_the_same_export_continues_a_session() {
 
 /// Returns the descriptors of a stash as the next process finds them, and the stash.
 fn reopen(stash: &Stash) -> (Stash, BTreeMap<Number, OwnedFd>) {
-    Stash::open("test".to_owned(), stash.ends().into()).unwrap()
+    Stash::open("test".to_owned(), stash.copies().into()).unwrap()
 }
 
 fn counted(count: u32) -> OwnedFd {
@@ -199,7 +200,7 @@ fn the_newest_session_of_an_export_is_found() {
         if number < 10 {
             file.write(&record(descriptor, &[])).unwrap();
         }
-        passed.extend(stash.ends().map(|end| (format!("rh-{number}"), end)));
+        passed.extend(stash.copies().map(|end| (format!("rh-{number}"), end)));
     }
     passed.push(("rh-11".to_owned(), counted(0)));
     // The newest one was not kept yet, and the one before lacks a descriptor.
@@ -215,8 +216,9 @@ fn the_newest_session_of_an_export_is_found() {
 #[test]
 fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
     let stash = Stash::new_unstored("test".to_owned()).unwrap();
-    let ends = stash.ends();
-    let mut keeper = Keeper::with_stash(stash, export(DeviceSpec::Blk(disk(512)))).unwrap();
+    let ends = stash.copies();
+    let kept = Kept::new(stash).unwrap();
+    let mut keeper = Keeper::new(kept, export(DeviceSpec::Blk(disk(512))));
     let (mut reused, lasting) = (counted(1), counted(2));
     let mut keep = |fds: &[&OwnedFd]| {
         keeper.begin();
@@ -235,6 +237,41 @@ fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
     for (index, count) in [(0, 3), (1, 2)] {
         assert_eq!(count_of(&found[0].fds.take(FdIndex::new(index)).unwrap()), count);
     }
+}
+
+/// Both processes of a takeover may be killed at any moment.
+#[test]
+fn a_session_that_is_handed_over_stays_in_its_stash() {
+    let stash = Stash::new_unstored("rh-1".to_owned()).unwrap();
+    let ends = stash.copies();
+    let copies = || ends.iter().map(|end| end.try_clone().unwrap()).collect::<Vec<_>>();
+    let keep = |keeper: &mut Keeper, fd: &OwnedFd, output: u8| {
+        keeper.begin();
+        let _ = keeper.put("test", fd.as_fd()).unwrap();
+        keeper.keep(Ok(session(&[output])));
+    };
+    let check = |count: u64, output: u8| {
+        let passed = copies().into_iter().map(|end| ("rh-1".to_owned(), end)).collect();
+        let mut found = super::passed::sessions(passed);
+        assert_eq!(found.len(), 1);
+        assert_eq!(count_of(&found[0].fds.take(FdIndex::new(0)).unwrap()), count);
+        let state = serde_json::to_value(found[0].state.take().unwrap()).unwrap();
+        assert_eq!(state["channel"]["output"], json!([output]));
+    };
+    let device = export(DeviceSpec::Blk(disk(512)));
+    let kept = Kept::new(stash).unwrap();
+    let ends_of_old = kept.ends();
+    let mut old = Keeper::new(kept, device.clone());
+    (1..4).for_each(|output| keep(&mut old, &counted(1), output));
+    let mut fds = PassedFds::default();
+    let state = ends_of_old.upgrade().unwrap().hand_over(&mut fds).unwrap();
+    let mut handed = KeptSession::new(None);
+    handed.take_over(Some(state), &mut fds).unwrap();
+    check(1, 3);
+    let mut new = Keeper::new(handed.open_handed().unwrap().unwrap(), device);
+    check(1, 3);
+    keep(&mut new, &counted(2), 4);
+    check(2, 4);
 }
 
 /// A process that is killed when it begins to keep a session leaves an older state too.

@@ -15,7 +15,7 @@ use super::wire::{monotonic_ns, send_fds};
 use crate::daemon::Daemon;
 use crate::daemon::format::{
     Answer, BEGIN, Begin, Description, FORMATS, GIVE_UP, PAUSE, PausedState, Request, TAKE,
-    common_format,
+    WITHOUT_STASHES, common_format,
 };
 use crate::daemon::saved_state::{SavedState, WritesBlocked};
 use crate::process::service_manager;
@@ -163,7 +163,7 @@ fn stop(
     conversation.expect(TAKE, TAKE_MAX)?;
     let closed = daemon.saved_state().map(SavedState::block_writes);
     let stream = conversation.stream.try_clone()?;
-    let disks = paused_queues.commit()?;
+    let disks = paused_queues.commit(described.format > WITHOUT_STASHES)?;
     // The new process may report to the service manager as soon as it receives the answer.
     service_manager::main_process(process);
     // From here on only the new process may serve, if it receives this.

@@ -5,13 +5,16 @@ use std::time::Instant;
 use vhost_user::Session;
 
 use super::Export;
-use crate::fd_store::KilledSession;
+use crate::fd_store::{Kept, KilledSession};
 use crate::socket::Endpoint;
 
 impl Export {
-    /// Asks the service manager to keep the session from now on.
-    pub(in crate::control) fn keep_session(&mut self) {
-        let Some(store) = &self.fd_store else { return };
+    /// Asks the service manager to keep the session from now on, in an earlier stash if there is
+    /// one.
+    pub(in crate::control) fn keep_session(&mut self, earlier: Option<Kept>) {
+        if self.kept.store().is_none() {
+            return;
+        }
         if self.endpoint.as_ref().and_then(Endpoint::listener).is_none() {
             if self.session.is_some() {
                 self.log.warn(&format_args!(
@@ -24,8 +27,8 @@ impl Export {
         }
         let spec = self.spec_now();
         let Some(session) = &mut self.session else { return };
-        match store.keeper(spec) {
-            Ok(keeper) => session.keep_with(keeper),
+        match self.kept.keeper(spec, earlier) {
+            Ok(keeper) => keeper.into_iter().for_each(|keeper| session.keep_with(keeper)),
             Err(error) => self.log.warn(&format_args!(
                 "the front-end does not survive a kill of the daemon: the service manager cannot \
                  keep its descriptors: {error}"
@@ -37,28 +40,41 @@ impl Export {
     /// record has had the units of the start of the session.
     pub(super) fn keep_units(&mut self) {
         if self.session.as_ref().is_some_and(Session::is_kept) {
-            self.keep_session();
+            self.keep_session(None);
         }
     }
 
-    /// Asks the service manager to forget the session: another process continues it.
+    /// Continues to keep the session after a hand-over, in the stash of the other process.
+    pub(in crate::control) fn keep_handed_session(&mut self) {
+        let earlier = self.kept.open_handed().unwrap_or_else(|error| {
+            self.log.warn(&format_args!(
+                "the descriptors that the last process stored are not understood, and are stored \
+                 again: {error}"
+            ));
+            None
+        });
+        self.keep_session(earlier);
+    }
+
+    /// Asks the service manager to forget the session: another process continues it, and stores it
+    /// again.
     pub(in crate::control) fn stop_keeping(&mut self) {
         self.session.iter_mut().for_each(Session::stop_keeping);
     }
 
     /// Continues with the front-end that was connected when the last daemon was killed.
     pub(in crate::control) fn continue_killed(&mut self, now: Instant) {
-        let Some(store) = &self.fd_store else { return };
+        let Some(store) = self.kept.store() else { return };
         let Some(mut killed) = store.take_killed(&self.spec) else { return };
         self.setup.rules = self.limits.front_end_rules();
-        let KilledSession { state, fds, .. } = &mut killed;
-        let state = std::mem::take(state);
+        let KilledSession { state, fds, kept, .. } = &mut killed;
+        let (state, kept) = (state.take(), kept.take());
         match state.map(|state| Session::continue_killed(state, self.setup.clone(), fds, now)) {
             Some(Ok(session)) => {
                 (self.session, self.connected) = (Some(session), now);
                 self.sessions += 1;
                 self.is_connection_logged = true;
-                self.keep_session();
+                self.keep_session(kept);
                 self.session.iter_mut().for_each(Session::begin_resume);
                 self.session_is_ready = true;
                 let export = self.log.name();

@@ -141,15 +141,18 @@ impl Exports {
         Ok(Paused { exports, fds, disks, since })
     }
 
-    /// Leaves the exports to the new process, unless the hand-over was cancelled. Returns the disks
+    /// Leaves the exports to the new process, unless the hand-over was cancelled. The stored
+    /// descriptors of front-ends stay stored if that process has their stashes. Returns the disks
     /// that this process has to release.
-    pub(in crate::control) fn commit(&mut self) -> Answered<Vec<DiskSource>> {
+    pub(in crate::control) fn commit(&mut self, leaves_stashes: bool) -> Answered<Vec<DiskSource>> {
         if !matches!(self.hand_over, Some(HandOver::Paused)) {
             return Err(CommandError::Ending);
         }
         self.hand_over = Some(HandOver::Committed);
-        // The manager would discard descriptors of the new process that it has already.
-        self.list.iter_mut().for_each(Export::stop_keeping);
+        if !leaves_stashes {
+            // The manager would discard descriptors of the new process that it has already.
+            self.list.iter_mut().for_each(Export::stop_keeping);
+        }
         Ok(self.list.iter().flat_map(|export| export.disks_to_release()).collect())
     }
 
