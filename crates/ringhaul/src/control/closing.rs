@@ -160,3 +160,114 @@ fn close(disks: (Vec<DiskSource>, Device), closed: oneshot::Sender<()>) {
     // If no thread can be started, dropping the closure closes the disks here.
     let _ = start_thread("ringhaul-close", close);
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Poll, Wake};
+
+    use blockio::DiskOptions;
+    use disks::open::CancelToken;
+
+    use super::super::disk_change::DiskChangeKind;
+    use super::*;
+    use crate::control::export::tests::Scene;
+    use crate::control::subscribers::Subscribers;
+    use crate::socket::Endpoint;
+    use crate::spec::UnitPlace;
+    use crate::testing::{Kept, wait_until};
+
+    fn scene(disk: DiskSource) -> Scene {
+        Scene::on(disk, Endpoint::Connection(UnixStream::pair().unwrap().0))
+    }
+
+    /// A file that is cut while its export ends would be cut under its next user.
+    #[test]
+    fn force_ends_the_wait_for_all_but_a_change_of_a_local_file() {
+        let place = Some(UnitPlace { target: 0, lun: 7 });
+        let resizing =
+            |is_local| DiskChangeKind::Resizing { identity: "disk".to_owned(), is_local };
+        let adding = DiskChangeKind::Adding(CancelToken::default());
+        for (place, kind, text) in [
+            (place, adding, "unit 0:7 is being added"),
+            (place, DiskChangeKind::Removing, "unit 0:7 is being removed"),
+            (place, resizing(false), "unit 0:7 is being resized"),
+            (None, resizing(true), "its disk is being resized"),
+        ] {
+            let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+            let mut scene = scene(disk);
+            let subscribers = Subscribers::default();
+            let (_subscription, queue) = subscribers.subscribe();
+            let log = ExportLog::new("test").with_subscribers(subscribers);
+            scene.setup.as_mut().unwrap().log = Arc::new(log);
+            let mut closing = scene.export().close(Waker::noop());
+            assert_eq!(closing.status().waits_for.as_deref(), Some(NOT_CLOSED));
+            wait_until(|| closing.has_ended(false));
+            let adds = matches!(kind, DiskChangeKind::Adding(_));
+            closing.changing.push(DiskChange { place, kind, blocks_hand_over: false });
+            assert_eq!(closing.status().waits_for.as_deref(), Some(text));
+            assert_eq!(
+                (closing.has_ended(false), closing.has_ended(true)),
+                (false, adds),
+                "{text}"
+            );
+            let earlier = Instant::now().checked_sub(Duration::from_secs(1000)).unwrap();
+            closing.since = earlier;
+            assert_eq!(closing.deadline(), None);
+            closing.force();
+            let due = earlier + FORCED_CLOSE_MAX;
+            let is_forced = text != "its disk is being resized";
+            assert_eq!(closing.deadline(), is_forced.then_some(due), "{text}");
+            let lines = Kept::lines_of(|| closing.expire(due));
+            let is_said = |line: &String| line.contains("WARN") && line.contains(text);
+            assert_eq!(lines.iter().filter(|line| is_said(line)).count(), usize::from(is_forced));
+            assert_eq!(closing.has_ended(false), is_forced, "{text}");
+            let (waiter, answer) = oneshot::channel();
+            closing.removal_waiters.push(waiter);
+            assert_eq!(closing.finish(), 1);
+            let Poll::Ready(Some(Ok(ended))) = answer.check() else { panic!("no answer") };
+            assert_eq!(ended.waits_for.as_deref(), is_forced.then_some(text));
+            assert_eq!(queue.events.try_recv().unwrap().details, EventDetails::Removed);
+        }
+        let disk = DiskSource::null(512, &DiskOptions::default()).unwrap();
+        let mut closed = scene(disk).export().close(Waker::noop());
+        wait_until(|| closed.has_ended(false));
+        closed.force();
+        let late = closed.deadline().unwrap();
+        assert!(Kept::lines_of(|| closed.expire(late)).is_empty(), "it has ended before");
+    }
+
+    /// Looks at a disk when its export has ended.
+    struct Look {
+        disk: PathBuf,
+        has_come: AtomicBool,
+        is_free: AtomicBool,
+    }
+
+    impl Wake for Look {
+        fn wake(self: Arc<Self>) {
+            let options = DiskOptions { at_once: true, ..DiskOptions::default() };
+            let is_free = DiskSource::file(&self.disk, &options).is_ok();
+            self.is_free.store(is_free, Ordering::Relaxed);
+            self.has_come.store(true, Ordering::Release);
+        }
+    }
+
+    /// The caller of a removal uses the disk as soon as it has the answer.
+    #[test]
+    fn the_disk_is_free_when_its_export_has_ended() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let disk = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        let mut scene = scene(disk);
+        let export = scene.export();
+        drop(scene);
+        let (has_come, is_free) = (AtomicBool::new(false), AtomicBool::new(false));
+        let look = Arc::new(Look { disk: file.path().to_owned(), has_come, is_free });
+        let closing = export.close(&Waker::from(Arc::clone(&look)));
+        wait_until(|| look.has_come.load(Ordering::Acquire));
+        assert!(look.is_free.load(Ordering::Relaxed) && closing.has_ended(false));
+    }
+}

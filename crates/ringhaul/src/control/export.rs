@@ -499,7 +499,7 @@ fn reason_of(end: &End) -> Option<String> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::io::Read;
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     use blockio::testing::{Call, RemoteStub};
@@ -517,10 +517,12 @@ pub(super) mod tests {
     use crate::control::order::UnitChange;
     use crate::control::stages::tests::Removal;
     use crate::control::stages::{FailedExport, Stages};
+    use crate::control::subscribers::Subscribers;
     use crate::spec::command::CommandError;
-    use crate::spec::qos::{LimitSpec, OnError, QosChange};
+    use crate::spec::qos::{LimitSpec, OnError, QosChange, QosSpec};
     use crate::spec::stats::QueueServed;
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace, UnitSpec};
+    use crate::testing::Kept;
 
     pub(crate) struct Scene {
         _io: IoThread,
@@ -630,10 +632,16 @@ pub(super) mod tests {
         let adding = export.begin_unit(place, UnitChange::Add).unwrap();
         export.begin_stop();
         assert!(!adding.cancel_token.is_active(), "its export ends");
+
+        let mut scene = Scene::new(Endpoint::Connection(UnixStream::pair().unwrap().0));
+        let mut export = scsi_export(&mut scene);
+        let adding = export.begin_unit(UnitPlace { lun: 7, ..place }, UnitChange::Add).unwrap();
+        let _closing = export.close(Waker::noop());
+        assert!(!adding.cancel_token.is_active(), "its front-end has left");
     }
 
     /// An export of two units, 0 and 1.
-    fn scsi_export(scene: &mut Scene) -> Export {
+    pub(in crate::control) fn scsi_export(scene: &mut Scene) -> Export {
         let setup = scene.setup.as_mut().unwrap();
         let events = Arc::<ExportLog>::clone(&setup.log);
         setup.device = Device::scsi(ScsiOptions::default(), events);
@@ -733,7 +741,7 @@ pub(super) mod tests {
     }
 
     /// Runs the export for as long as its descriptors are ready.
-    fn run(export: &mut Export) {
+    pub(in crate::control) fn run(export: &mut Export) {
         loop {
             let now = Instant::now();
             let (mut fds, mut whose) = (Vec::new(), Vec::new());
@@ -879,6 +887,7 @@ pub(super) mod tests {
         export.disconnect();
         assert_eq!(disk.take_calls(), [Call::Abandon]);
         assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the front-end stays connected");
+        assert!(export.close(Waker::noop()).deadline().is_some(), "the close may hang");
     }
 
     /// Otherwise its watch reports the size again and again.
@@ -961,6 +970,120 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_status_has_the_name_the_present_limits_and_the_sum_of_sizes() {
+        let mut scene = Scene::new(Endpoint::Connection(UnixStream::pair().unwrap().0));
+        let mut export = scene.export();
+        let rules = |iops: u64| -> QosSpec {
+            let limits = json!({ "limits": { "group": "a", "iops-total": iops } });
+            serde_json::from_value(limits).unwrap()
+        };
+        export.groups.join(&scene.disk, &rules(7)).unwrap();
+        export.spec.settings.rules = rules(5);
+        let huge = DiskSource::null((1 << 63) - 512, &DiskOptions::default()).unwrap();
+        export.disks = vec![huge.clone(), huge.clone(), huge];
+        export.memory_watch.update(Some(0), Instant::now());
+        let status = export.status();
+        assert_eq!(status.spec.name.as_deref(), Some("descriptor 3"));
+        assert_eq!(status.spec.settings.rules, rules(7));
+        assert_eq!(status.size_bytes, u64::MAX);
+        assert!(status.lacks_memory && status.waits_for.is_none());
+    }
+
+    /// A full log would hide other lines, and a line about an end needs one about its begin.
+    #[test]
+    fn front_ends_are_reported_each_and_logged_now_and_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mut scene = Scene::new(Endpoint::bind(&path, "").unwrap());
+        let subscribers = Subscribers::default();
+        let (_subscription, queue) = subscribers.subscribe();
+        let log = ExportLog::new("test").with_subscribers(subscribers);
+        scene.setup.as_mut().unwrap().log = Arc::new(log);
+        let mut export = scene.export();
+        let peer = Peer::from_socket(UnixStream::pair().unwrap().0).unwrap();
+        let mut visit = |sent: &[u8]| {
+            let mut front_end = UnixStream::connect(&path).unwrap();
+            run(&mut export);
+            let waiting = UnixStream::connect(&path).unwrap();
+            run(&mut export);
+            front_end.write_all(sent).unwrap();
+            run(&mut export);
+            drop((front_end, waiting));
+            run(&mut export);
+            let all = queue.events.try_iter().map(|event| event.details.clone());
+            let (attached, gone): (Vec<_>, Vec<_>) =
+                all.partition(|event| matches!(event, EventDetails::Attached { .. }));
+            let is_ours =
+                |it: &EventDetails| *it == EventDetails::Attached { peer: Some(peer.clone()) };
+            assert!(attached.len() == 2 && attached.iter().all(is_ours), "{attached:?}");
+            gone.into_iter()
+                .map(|gone| match gone {
+                    EventDetails::Gone { reason } => reason.unwrap_or_default(),
+                    other => panic!("{other:?}"),
+                })
+                .collect::<Vec<_>>()
+        };
+        let lines = Kept::lines_of(|| {
+            assert_eq!(visit(b""), ["", ""]);
+            let reasons = visit(&[0xff; 64]);
+            assert!(reasons[0].starts_with("disconnected: "), "{reasons:?}");
+        });
+        let count =
+            |lines: &[String], text: &str| lines.iter().filter(|line| line.contains(text)).count();
+        let (come, left) = ("a front-end has connected", "the front-end has disconnected");
+        let (waits, thrown_out) = ("another front-end has connected", "disconnected the front-end");
+        for (text, expected) in [(come, 4), (left, 3), (waits, 2), (thrown_out, 1)] {
+            assert_eq!(count(&lines, text), expected, "{text}: {lines:#?}");
+        }
+        let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(&[0xff; 64]))));
+        for text in [come, waits, thrown_out] {
+            assert!(count(&lines, text) < 10, "{text}");
+        }
+        assert!(count(&lines, left) <= count(&lines, come));
+        let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(b""))));
+        assert_eq!((count(&lines, come), count(&lines, left)), (0, 0));
+    }
+
+    #[test]
+    fn the_totals_are_logged_once_at_the_end() {
+        for is_connected in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("socket");
+            let mut export = Scene::new(Endpoint::bind(&path, "").unwrap()).export();
+            let front_end = is_connected.then(|| UnixStream::connect(&path).unwrap());
+            run(&mut export);
+            let lines = Kept::lines_of(|| {
+                export.log.warn(&"a test");
+                drop(front_end.is_some().then(|| UnixStream::connect(&path).unwrap()));
+                run(&mut export);
+                for _ in 0..2 {
+                    export.begin_stop();
+                    run(&mut export);
+                }
+            });
+            for text in ["requests: 0 reads", "had 1 errors"] {
+                let found = lines.iter().filter(|line| line.contains(text)).count();
+                assert_eq!(found, 1, "{text}: {lines:#?}");
+            }
+        }
+    }
+
+    /// The end of the process closes its connection, after the kernel has finished its requests.
+    #[test]
+    fn an_abandoned_front_end_sees_no_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let mut export = Scene::new(Endpoint::bind(&path, "").unwrap()).export();
+        let mut front_end = UnixStream::connect(&path).unwrap();
+        run(&mut export);
+        let lines = Kept::lines_of(|| export.abandon());
+        assert!(lines.iter().any(|line| line.contains("requests: 0 reads")), "{lines:?}");
+        assert!(!path.exists());
+        front_end.set_nonblocking(true).unwrap();
+        assert_eq!(front_end.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
     fn an_export_keeps_the_descriptors_of_its_front_end() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let export = Scene::new(Endpoint::Connection(ours)).export();
@@ -995,10 +1118,15 @@ pub(super) mod tests {
             assert_eq!(polls(&export, now), usize::from(!pauses), "{errno}");
         }
         assert!(!export.is_due(now));
+        (export.listener_is_ready, export.is_handing_over) = (true, true);
+        assert!(!export.is_due(now), "the thread would not sleep during a hand-over");
+        (export.listener_is_ready, export.is_handing_over) = (false, false);
         let later = now + ACCEPT_PAUSE;
         assert!(export.is_due(later));
         export.run(later);
         assert_eq!((export.deadline(), polls(&export, later)), (None, 1));
+        export.memory_watch.update(Some(0), later);
+        assert!(export.deadline().is_some(), "a guest without memory is looked at again");
     }
 
     #[test]

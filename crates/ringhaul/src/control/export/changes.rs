@@ -303,3 +303,152 @@ impl Export {
         self.spec.device.places().into_iter().zip(&self.disks).map(watched).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use blockio::DiskOptions;
+    use serde_json::json;
+
+    use super::*;
+    use crate::control::export::tests::{Scene, run, scsi_export};
+    use crate::control::export_log::ExportLog;
+    use crate::control::subscribers::{EventReceiver, Subscribers, Subscription};
+    use crate::socket::Endpoint;
+    use crate::testing::Kept;
+
+    fn place(lun: u16) -> UnitPlace {
+        UnitPlace { target: 0, lun }
+    }
+
+    /// A scene whose events are received.
+    fn scene() -> (Scene, UnixStream, (Subscription, EventReceiver)) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut scene = Scene::new(Endpoint::Connection(ours));
+        let subscribers = Subscribers::default();
+        let queue = subscribers.subscribe();
+        let log = ExportLog::new("test").with_subscribers(subscribers);
+        scene.setup.as_mut().unwrap().log = Arc::new(log);
+        (scene, theirs, queue)
+    }
+
+    fn null(size_bytes: u64) -> DiskSource {
+        DiskSource::null(size_bytes, &DiskOptions::default()).unwrap()
+    }
+
+    #[test]
+    fn a_command_is_about_the_disk_at_its_place() {
+        let (mut scene, _front_end, _) = scene();
+        let mut export = scsi_export(&mut scene);
+        export.disks = vec![null(512), null(1024)];
+        let limits = |limits| QosChange {
+            limits: Some(serde_json::from_value(limits).unwrap()),
+            ..QosChange::default()
+        };
+        export.set_rules(Some(place(1)), &limits(json!({ "iops-total": 7 }))).map(drop).unwrap();
+        let limited = export.disks.iter().map(|disk| disk.limits().requests.total.is_some());
+        assert_eq!(limited.collect::<Vec<_>>(), [false, true]);
+        let spec = export.spec.clone();
+        for (lun, iops) in [(0, None), (1, Some(7))] {
+            let (rules, _) = export.set_rules(Some(place(lun)), &QosChange::default()).unwrap();
+            assert_eq!(rules.limits.iops_total, iops);
+        }
+        assert_eq!(export.spec, spec, "a query changes nothing");
+        let sizes = |export: &Export, place| {
+            let disks = export.disks_at(place).unwrap();
+            disks.iter().map(|disk| disk.info().size_bytes).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(&export, Some(place(1))), [1024]);
+        assert_eq!(sizes(&export, None), [512, 1024]);
+    }
+
+    #[test]
+    fn turns_are_of_serving_virtio_scsi_devices_with_late_locks() {
+        use CommandError as E;
+        let (mut scene, _front_end, _) = scene();
+        assert!(matches!(scene.export().guest_turns(), Err(E::NoUnits(_))));
+        let (mut scene, _front_end, _) = self::scene();
+        let mut export = scsi_export(&mut scene);
+        assert!(matches!(export.guest_turns(), Err(E::NoTurns(_))));
+        let turns = GuestTurns::new(export.setup.device.clone(), Arc::default());
+        export.turns = Some(Arc::new(turns));
+        assert!(export.guest_turns().is_ok());
+        export.begin_stop();
+        assert!(matches!(export.guest_turns(), Err(E::Busy(..))));
+    }
+
+    /// A takeover waits no longer than a change needs, and force waits for local files.
+    #[test]
+    fn a_change_blocks_takeovers_until_it_is_told_otherwise() {
+        let (mut scene, _front_end, _) = scene();
+        let mut export = scsi_export(&mut scene);
+        export.begin_unit(place(0), UnitChange::Remove).map(drop).unwrap();
+        for blocks in [true, false] {
+            assert!(export.block_hand_over(Some(place(0)), blocks), "it is not cancelled");
+            assert_eq!(export.changing[0].blocks_hand_over, blocks);
+        }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let local = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        for (disk, is_local) in [(local, true), (null(512), false)] {
+            (export.changing, export.disks) = (Vec::new(), vec![disk]);
+            export.begin_resize(Some(place(1))).map(drop).unwrap();
+            assert_eq!(export.changing[0].changes_file(), is_local);
+        }
+    }
+
+    #[test]
+    fn subscribers_learn_of_units_and_of_each_new_size_once() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let options = DiskOptions { no_lock: true, ..DiskOptions::default() };
+        let open = || DiskSource::file(file.path(), &options).unwrap();
+        let (mut scene, _front_end, (_subscription, queue)) = scene();
+        let mut export = scsi_export(&mut scene);
+        export.disks = vec![open(), null(512)];
+        let unit = json!({ "lun": 2, "disk": "/disk" });
+        let unit = serde_json::from_value(unit).unwrap();
+        assert!(export.add_unit(unit, open(), Instant::now()).is_none());
+        let events = || queue.events.try_iter().map(|event| event.details.clone());
+        assert!(events().eq([EventDetails::LunAdded { unit: place(2) }]));
+        export.report_removed(Some(place(1)));
+        assert!(events().eq([EventDetails::LunRemoved { unit: place(1) }]));
+        let resized = |lun| EventDetails::Resized { unit: Some(place(lun)), size_bytes: 4096 };
+        export.report_size(Some(place(0)));
+        assert!(events().eq([resized(0)]));
+        let (identity, id) = (export.disks[0].identity().to_owned(), export.id());
+        export.report_size_of(&identity, (id, Some(place(0))));
+        assert!(events().eq([resized(2)]), "the command reports its own place");
+        export.report_size_of(&identity, (id + 1, Some(place(0))));
+        assert!(events().eq([resized(0), resized(2)]), "another export has it there, too");
+    }
+
+    #[test]
+    fn the_log_says_that_a_guest_cannot_learn_of_a_new_size() {
+        let (mut scene, _front_end, _) = scene();
+        let mut export = scene.export();
+        let is_said = |export: &Export| {
+            let lines = Kept::lines_of(|| export.report_size(None));
+            lines.iter().any(|line| line.contains("does not support notifications"))
+        };
+        assert!(!is_said(&export), "there is no front-end");
+        run(&mut export);
+        assert!(is_said(&export));
+    }
+
+    /// Such facts are reported to subscribers.
+    #[test]
+    fn the_watch_of_disks_has_their_state_and_their_loss() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let disk = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
+        disk.hand_over().inherit(Some(libc::EIO), false);
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let export = Scene::on(disk, Endpoint::Connection(ours)).export();
+        let watched = export.watched_disks();
+        assert_eq!((watched[0].loss, watched[0].place), (Some(libc::EIO), None));
+        assert_eq!(watched[0].state, blockio::disk::DiskState::Lost);
+        assert!(watched[0].size_probe.is_some());
+    }
+}
