@@ -236,7 +236,7 @@ mod tests {
         wait_until(|| closed.has_ended(false));
         closed.force();
         let late = closed.deadline().unwrap();
-        assert!(Kept::lines_of(|| closed.expire(late)).is_empty(), "it has ended before");
+        assert!(Kept::lines_of(|| closed.expire(late)).is_empty(), "the close is over");
     }
 
     /// Looks at a disk when its export has ended.

@@ -540,7 +540,11 @@ pub(super) mod tests {
             Self::with(disk, endpoint, ExportSettings::default())
         }
 
-        fn with(disk: DiskSource, endpoint: Endpoint, settings: ExportSettings) -> Self {
+        pub(in crate::control) fn with(
+            disk: DiskSource,
+            endpoint: Endpoint,
+            settings: ExportSettings,
+        ) -> Self {
             Self::at((Arc::default(), 3), disk, endpoint, settings)
         }
 
@@ -1027,12 +1031,15 @@ pub(super) mod tests {
             assert_eq!(visit(b""), ["", ""]);
             let reasons = visit(&[0xff; 64]);
             assert!(reasons[0].starts_with("disconnected: "), "{reasons:?}");
+            // An answer that is not read: GET_FEATURES of version 1, without a body.
+            let reasons = visit(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+            assert!(!reasons[0].is_empty(), "{reasons:?}");
         });
         let count =
             |lines: &[String], text: &str| lines.iter().filter(|line| line.contains(text)).count();
         let (come, left) = ("a front-end has connected", "the front-end has disconnected");
         let (waits, thrown_out) = ("another front-end has connected", "disconnected the front-end");
-        for (text, expected) in [(come, 4), (left, 3), (waits, 2), (thrown_out, 1)] {
+        for (text, expected) in [(come, 5), (left, 4), (waits, 3), (thrown_out, 1)] {
             assert_eq!(count(&lines, text), expected, "{text}: {lines:#?}");
         }
         let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(&[0xff; 64]))));
@@ -1042,19 +1049,27 @@ pub(super) mod tests {
         assert!(count(&lines, left) <= count(&lines, come));
         let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(b""))));
         assert_eq!((count(&lines, come), count(&lines, left)), (0, 0));
+        let _front_end = UnixStream::connect(&path).unwrap();
+        run(&mut export);
+        assert!(export.deadline().is_some(), "a silent stranger must leave");
+        queue.events.try_iter().for_each(drop);
+        export.begin_stop();
+        run(&mut export);
+        let gone = EventDetails::Gone { reason: Some("the export ends".to_owned()) };
+        assert_eq!(queue.events.try_recv().unwrap().details, gone);
     }
 
     #[test]
     fn the_totals_are_logged_once_at_the_end() {
-        for is_connected in [false, true] {
+        for (is_connected, leaves) in [(false, false), (true, false), (true, true)] {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("socket");
             let mut export = Scene::new(Endpoint::bind(&path, "").unwrap()).export();
-            let front_end = is_connected.then(|| UnixStream::connect(&path).unwrap());
+            let mut front_end = is_connected.then(|| UnixStream::connect(&path).unwrap());
             run(&mut export);
             let lines = Kept::lines_of(|| {
                 export.log.warn(&"a test");
-                drop(front_end.is_some().then(|| UnixStream::connect(&path).unwrap()));
+                drop(front_end.take_if(|_| leaves));
                 run(&mut export);
                 for _ in 0..2 {
                     export.begin_stop();
@@ -1066,6 +1081,22 @@ pub(super) mod tests {
                 assert_eq!(found, 1, "{text}: {lines:#?}");
             }
         }
+    }
+
+    /// A user repairs each reason of a wait.
+    #[test]
+    fn an_export_names_all_that_it_waits_for() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let disk = RemoteStub::new(&[0; 4096]);
+        let mut export = Scene::on(disk.clone().source(), Endpoint::Connection(ours)).export();
+        run(&mut export);
+        assert_eq!(export.deadline(), None, "an inherited front-end may be silent");
+        export.begin_resize(None).map(drop).unwrap();
+        let left = export.unfinished_work();
+        assert!(left.ends_with("; its disk is being resized"), "{left}");
+        assert_eq!(export.awaited_event(), "its disk has not answered yet");
+        disk.set_away(true);
+        assert_eq!(export.awaited_event(), "its disk has not answered for 0 s");
     }
 
     /// The end of the process closes its connection, after the kernel has finished its requests.

@@ -349,15 +349,19 @@ impl Exports {
         is_empty && (is_stopping || answered.contains(&0))
     }
 
-    /// Sleeps until an event or a deadline, and marks the exports with events.
-    fn wait(&mut self, now: Instant) {
+    /// The time at which the thread has work without an event.
+    fn deadline(&self, now: Instant) -> Option<Instant> {
         let closing = self.closing.iter().filter_map(Closing::deadline);
         let deadlines = self.list.iter().filter_map(Export::deadline).chain(closing);
         let report = self.reported.map(|reported| reported + REPORT_INTERVAL);
         let at_once = self.list.iter().any(|export| export.session_is_ready).then_some(now);
         let hand_over = self.hand_over.as_ref().and_then(HandOver::deadline);
-        let next = deadlines.chain(report).chain(hand_over).chain(at_once).min();
-        let left = next.map(|deadline| deadline.saturating_duration_since(now));
+        deadlines.chain(report).chain(hand_over).chain(at_once).min()
+    }
+
+    /// Sleeps until an event or a deadline, and marks the exports with events.
+    fn wait(&mut self, now: Instant) {
+        let left = self.deadline(now).map(|deadline| deadline.saturating_duration_since(now));
         // A time that the kernel cannot represent is as good as none.
         let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         let mut whose = vec![Polled::Alarm];
@@ -483,10 +487,18 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use blockio::DiskOptions;
+    use blockio::testing::{Call, RemoteStub};
+    use disks::open::CancelToken;
 
     use super::*;
     use crate::control::export::tests::Scene;
+    use crate::control::export_log::ExportLog;
+    use crate::control::stages::OpeningExport;
+    use crate::control::subscribers::Subscribers;
     use crate::socket::Endpoint;
+    use crate::spec::ExportSettings;
+    use crate::spec::qos::{QosChange, QosSpec};
+    use crate::testing::{Kept, wait_until};
 
     fn exports() -> Exports {
         let (alarm, (_, received)) = (Alarm::new().unwrap(), mpsc::channel());
@@ -564,5 +576,236 @@ mod tests {
             assert_eq!(all.closing[0].deadline().is_some(), force);
         }
         assert_eq!(all.closing[0].removal_waiters.len(), 2);
+    }
+
+    fn socket() -> Endpoint {
+        Endpoint::Connection(UnixStream::pair().unwrap().0)
+    }
+
+    fn null() -> DiskSource {
+        DiskSource::null(512, &DiskOptions::default()).unwrap()
+    }
+
+    /// An export that has ended and waits for a change of its disk.
+    fn changing(kind: DiskChangeKind) -> Closing {
+        let mut closing = Scene::new(socket()).export().close(Waker::noop());
+        let place = Some(UnitPlace { target: 0, lun: 0 });
+        closing.changing.push(DiskChange { place, kind, blocks_hand_over: false });
+        closing
+    }
+
+    fn opening(all: &Exports) -> OpeningExport {
+        let spec = r#"{"name": "new", "endpoint": {"path": "/new"},
+            "device": {"blk": {"null": {"size-bytes": 512}}}}"#;
+        all.stages.begin(vec![serde_json::from_str(spec).unwrap()], false).unwrap().remove(0)
+    }
+
+    /// Each is a disk of its own.
+    #[test]
+    fn null_disks_are_resized_side_by_side() {
+        let subscribers = Subscribers::default();
+        let (_subscription, queue) = subscribers.subscribe();
+        let mut all = exports();
+        let mut first = Scene::on(null(), socket());
+        let mut second = first.beside(null(), socket());
+        let log = ExportLog::new("test").with_subscribers(subscribers);
+        second.setup.as_mut().unwrap().log = Arc::new(log);
+        all.list.extend([first.export(), second.export()]);
+        for index in 0..2 {
+            let name = all.list[index].spec.name();
+            all.begin_resize(&name, None).map(drop).unwrap();
+        }
+        let id = all.list[0].id();
+        all.report_resized(id, None);
+        assert!(queue.events.try_recv().is_err(), "the second one has its size");
+        all.end_change(id, Some(UnitPlace { target: 0, lun: 7 }));
+        assert_eq!(all.list[0].changing.len(), 1, "another change has ended");
+        all.end_change(id, None);
+        assert!(all.list[0].changing.is_empty());
+    }
+
+    #[test]
+    fn a_name_is_found_in_each_stage() {
+        let mut all = exports();
+        let mut served = Scene::new(socket());
+        all.list.push(served.export());
+        let name = all.list[0].spec.name();
+        assert!(all.find(&name).is_ok());
+        let opening = opening(&all);
+        let state = |all: &mut Exports, name: &str| match all.find(name) {
+            Err(CommandError::Busy(_, state)) => Some(state),
+            _ => None,
+        };
+        assert_eq!(state(&mut all, "new"), Some(ExportState::Opening));
+        let logs = |all: &mut Exports, force| {
+            Kept::lines_of(|| all.remove("new", force, oneshot::channel().0)).len()
+        };
+        assert_eq!((logs(&mut all, false), logs(&mut all, true)), (0, 1));
+        assert_eq!(state(&mut all, "new"), Some(ExportState::Stopping));
+        drop(opening);
+        assert!(matches!(all.find("new"), Err(CommandError::Unknown(_))));
+        let ended = all.list.remove(0).close(Waker::noop());
+        all.closing.push(ended);
+        assert_eq!(state(&mut all, &name), Some(ExportState::Stopping));
+    }
+
+    #[test]
+    fn a_removal_disconnects_by_force_alone() {
+        for force in [false, true] {
+            let disk = RemoteStub::new(&[0; 512]);
+            let mut all = exports();
+            all.list.push(Scene::on(disk.clone().source(), socket()).export());
+            let name = all.list[0].spec.name();
+            all.remove(&name, force, oneshot::channel().0);
+            assert_eq!(disk.take_calls(), [Call::Abandon][..usize::from(force)]);
+        }
+    }
+
+    /// A command may have changed the limits while the disk was opened.
+    #[test]
+    fn an_export_brings_the_limits_of_its_group_unless_they_have_changed_since() {
+        for is_changed in [false, true] {
+            let rules = |iops: u32| -> QosSpec {
+                let limits = serde_json::json!({ "group": "a", "iops-total": iops });
+                serde_json::from_value(serde_json::json!({ "limits": limits })).unwrap()
+            };
+            let member = null();
+            let settings = ExportSettings { rules: rules(5), ..ExportSettings::default() };
+            let mut scene = Scene::with(null(), socket(), settings);
+            let setup = scene.setup.take().unwrap();
+            let groups = Arc::clone(&setup.groups);
+            groups.join(&member, &rules(7)).unwrap();
+            if is_changed {
+                let change = QosChange { limits: Some(rules(9).limits), ..QosChange::default() };
+                groups.apply_change(&member, &rules(9), &change).unwrap();
+            }
+            exports().serve(vec![setup]).unwrap();
+            let now = member.group().unwrap().limits().requests.total.unwrap().per_second;
+            assert_eq!(now, if is_changed { 9 } else { 5 });
+        }
+    }
+
+    /// A daemon whose last export was removed may get a new one.
+    #[test]
+    fn the_last_export_ends_the_daemon_unless_a_command_has_removed_it() {
+        for (is_removed, is_stopping) in [(false, false), (true, false), (true, true)] {
+            let mut all = exports();
+            let mut ended = Scene::new(socket()).export().close(Waker::noop());
+            if is_removed {
+                ended.removal_waiters.push(oneshot::channel().0);
+            }
+            wait_until(|| ended.has_ended(false));
+            all.closing.push(ended);
+            if is_stopping {
+                all.begin_stop();
+            }
+            assert_eq!(all.forget_ended(Instant::now()), !is_removed || is_stopping);
+        }
+    }
+
+    #[test]
+    fn a_stop_waits_for_no_unit_that_is_being_added_and_takes_no_more_exports() {
+        let mut all = exports();
+        all.closing.push(changing(DiskChangeKind::Adding(CancelToken::default())));
+        let waiting = opening(&all);
+        all.begin_stop();
+        let since = all.stopping;
+        all.begin_stop();
+        assert_eq!(all.stopping, since);
+        assert!(waiting.claim().is_err(), "it comes too late");
+        let mut late = Scene::new(socket());
+        let lines = Kept::lines_of(|| {
+            let refused = all.serve(vec![late.setup.take().unwrap()]);
+            assert!(matches!(refused, Err(CommandError::Ending)) && all.list.is_empty());
+        });
+        assert!(lines.iter().any(|line| line.contains("ended before it was served")), "{lines:?}");
+        wait_until(|| all.forget_ended(Instant::now()));
+    }
+
+    #[test]
+    fn exports_that_were_never_served_are_logged_at_the_end() {
+        for end in [Exports::run, |all: &mut Exports| assert!(all.have_ended())] {
+            let mut all = exports();
+            let _opening = opening(&all);
+            all.begin_stop();
+            let lines = Kept::lines_of(|| end(&mut all));
+            let said = "ended before it was served: its disk is not open after 0 s";
+            assert!(lines.iter().any(|line| line.contains(said)), "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn the_log_says_every_few_seconds_what_a_stop_waits_for() {
+        let mut all = exports();
+        all.closing.push(changing(DiskChangeKind::Removing));
+        let now = Instant::now();
+        let ago = |seconds| now.checked_sub(Duration::from_secs(seconds));
+        all.stopping = ago(12);
+        let mut logs = |reported| {
+            all.reported = reported;
+            let lines = Kept::lines_of(|| (0..2).for_each(|_| all.report(now)));
+            let text = "still stopping after 12 s: unit 0:0 is being removed";
+            assert!(lines.iter().all(|line| line.contains(text)), "{lines:?}");
+            lines.len()
+        };
+        assert_eq!((logs(ago(4)), logs(ago(5))), (0, 1));
+    }
+
+    #[test]
+    fn an_end_without_a_wait_names_what_is_left() {
+        let mut all = exports();
+        all.closing.push(changing(DiskChangeKind::Removing));
+        let _opening = opening(&all);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        all.list.push(Scene::new(Endpoint::bind(&path, "").unwrap()).export());
+        all.stopping = Instant::now().checked_sub(Duration::from_secs(12));
+        let lines = Kept::lines_of(|| assert!(all.abandon()));
+        let said = lines.iter().find(|line| line.contains("ERROR")).expect("it is an error");
+        for part in ["12 s after the stop", "unit 0:0 is being removed", "new: its disk is not"] {
+            assert!(said.contains(part), "{said}");
+        }
+        assert!(!path.exists());
+    }
+
+    /// The thread would sleep too long otherwise, or not at all.
+    #[test]
+    fn the_thread_wakes_for_the_next_deadline() {
+        let mut all = exports();
+        let now = Instant::now();
+        assert_eq!(all.deadline(now), None);
+        all.reported = Some(now);
+        assert_eq!(all.deadline(now), Some(now + REPORT_INTERVAL));
+        let mut closing = changing(DiskChangeKind::Removing);
+        closing.force();
+        let due = closing.deadline().unwrap();
+        all.closing.push(closing);
+        assert_eq!(all.deadline(now), Some(due));
+        let mut scene = Scene::new(socket());
+        all.list.push(scene.export());
+        all.list[0].session_is_ready = true;
+        assert_eq!(all.deadline(now), Some(now));
+    }
+
+    /// A hand-over of the exports as they were would continue an export that has ended.
+    #[test]
+    fn the_end_of_an_export_outdates_a_description_and_frees_descriptors() {
+        let mut all = exports();
+        let mut first = Scene::new(socket());
+        let mut second = first.beside(null(), socket());
+        let setups = [&mut first, &mut second].map(|scene| scene.setup.take().unwrap());
+        all.serve(setups.into()).unwrap();
+        let share = |all: &Exports| all.list[0].setup.examiner.open_max();
+        assert!(share(&all) < usize::MAX);
+        all.list[0].setup.examiner.set_open_max(1);
+        all.list[1].begin_stop();
+        wait_until(|| {
+            all.list.iter_mut().skip(1).for_each(|export| export.run(Instant::now()));
+            all.list.iter().any(Export::has_ended)
+        });
+        let generation = all.generation;
+        all.forget_ended(Instant::now());
+        assert!(all.generation > generation && all.list.len() == 1);
+        assert!(share(&all) > 1);
     }
 }

@@ -163,7 +163,7 @@ mod tests {
             let unit = serde_json::from_value(unit).unwrap();
             assert!(export.add_unit(unit, prefer(disk), Instant::now()).is_none());
         }
-        let DeviceSpec::Scsi(units) = &mut export.spec.device else { unreachable!("it is one") };
+        let DeviceSpec::Scsi(units) = &mut export.spec.device else { unreachable!("it has units") };
         units.remove(0);
         let now = Instant::now();
         export.connected = now.checked_sub(Duration::from_secs(1000)).unwrap();
