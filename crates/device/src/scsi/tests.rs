@@ -138,14 +138,19 @@ impl Initiator {
 
     /// Writes a command, and returns its chain.
     fn put(&mut self, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) -> Vec<Desc> {
+        self.put_at(DATA, lun, cdb, out, room)
+    }
+
+    /// Like [`put`](Self::put), at a place of memory.
+    fn put_at(&mut self, place: u64, lun: [u8; 8], cdb: &[u8], out: &[u8], room: u32) -> Vec<Desc> {
         let mut request = vec![0; REQUEST_BYTES];
         request[..8].copy_from_slice(&lun);
         request[19..19 + cdb.len()].copy_from_slice(cdb);
         request.extend(out);
         let memory = &self.scene.memory;
-        memory.write(DATA, &request).unwrap();
+        memory.write(place, &request).unwrap();
         memory.write(RESPONSE, &vec![0xee; (RESPONSE_BYTES + room) as usize]).unwrap();
-        let mut chain = vec![Desc::readable(DATA, u32::try_from(request.len()).unwrap())];
+        let mut chain = vec![Desc::readable(place, u32::try_from(request.len()).unwrap())];
         // The response is cut in two.
         chain.push(Desc::writable(RESPONSE, 11));
         chain.push(Desc::writable(RESPONSE + 11, RESPONSE_BYTES - 11 + room));
