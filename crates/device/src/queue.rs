@@ -401,7 +401,7 @@ impl Queue {
         if count == 0 {
             return;
         }
-        self.reports.requests.harvest_batches.record(count);
+        self.reports.requests.harvest_batches.record(count.into());
         batching.answered(count);
         // A driver that was called is on its way. Without event idx it seems to sleep until it
         // arrives.

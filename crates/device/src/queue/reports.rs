@@ -24,7 +24,7 @@ impl Queue {
     /// Counts the requests that have begun in a run.
     #[inline]
     pub(crate) fn count_run(&self, popped: u16) {
-        self.reports.requests.submit_batches.record(popped);
+        self.reports.requests.submit_batches.record(popped.into());
     }
 
     /// Counts a call that announces this many answers. A call for none is forced.
@@ -32,7 +32,7 @@ impl Queue {
     pub(super) fn count_call(&self, answers: u32) {
         let stats = &*self.reports.requests;
         stats.calls.add(1);
-        stats.call_batches.record_any(answers);
+        stats.call_batches.record(answers);
         stats.called_answers.add(answers.into());
     }
 

@@ -14,7 +14,7 @@ impl Source for Queue {
         let count = ring.publish_quietly();
         // Usually zero: the run has published its answers.
         if count > 0 {
-            self.reports.requests.harvest_batches.record(count);
+            self.reports.requests.harvest_batches.record(count.into());
             batching.answered(count);
         }
         self.call_if_wanted(ring, batching);

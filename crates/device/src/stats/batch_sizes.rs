@@ -1,5 +1,7 @@
 //! A histogram of the sizes of batches, with bounds of a factor of 2.
 
+use std::array;
+
 use blockio::stats::Counter;
 
 /// The number of finite bounds. Another bucket holds larger batches.
@@ -9,19 +11,16 @@ const BUCKETS: usize = BATCH_BOUNDS + 1;
 
 /// The buckets that the writer distinguishes: one for each result of [`bucket_of`], so that no
 /// check of the index is needed.
-const RECORDED: usize = u32::BITS as usize;
+const RECORDED: usize = u64::BITS as usize;
 
 /// The bucket of batches without a request.
 const EMPTY: usize = RECORDED - 1;
 
-/// The size that stands for all larger ones. Its bucket is the one before [`EMPTY`].
-const SIZE_MAX: u32 = 1 << (EMPTY - 1);
-
-/// The logarithm of a size of at most [`SIZE_MAX`], rounded up, in two instructions: the logarithm
-/// of an odd number is no special case, and size 0 wraps to the largest number.
+/// The logarithm of a size, rounded up, in few instructions: the logarithm of an odd number is no
+/// special case, and size 0 wraps to the largest number, whose logarithm is [`EMPTY`].
 #[inline]
 fn bucket_of(size: u32) -> usize {
-    (size.wrapping_mul(2).wrapping_sub(1) | 1).ilog2() as usize
+    ((u64::from(size) * 2).wrapping_sub(1) | 1).ilog2() as usize
 }
 
 /// The bound of bucket `index`. A batch of just the bound is in that bucket.
@@ -37,20 +36,20 @@ pub const fn batch_bound(index: usize) -> u64 {
 
 /// The numbers of batches by size. One thread writes them and any thread reads them. The sizes
 /// themselves are not added up: the counters of requests have that sum.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct BatchStats([Counter; RECORDED]);
+
+impl Default for BatchStats {
+    fn default() -> Self {
+        Self(array::from_fn(|_| Counter::default()))
+    }
+}
 
 impl BatchStats {
     /// Counts a batch. Only the owning thread may call it.
     #[inline]
-    pub(crate) fn record(&self, size: u16) {
-        self.0[bucket_of(size.into())].add(1);
-    }
-
-    /// Like [`record`](Self::record), for a size without a bound.
-    #[inline]
-    pub(crate) fn record_any(&self, size: u32) {
-        self.0[bucket_of(size.min(SIZE_MAX))].add(1);
+    pub(crate) fn record(&self, size: u32) {
+        self.0[bucket_of(size)].add(1);
     }
 
     /// The batches so far, without empty ones.
@@ -84,19 +83,19 @@ mod tests {
     #[test]
     fn batches_are_counted_by_powers_of_two() {
         let stats = BatchStats::default();
-        for size in [0, 1, 1, 2, 3, 4, 5, 64, 65, 128, 129, 1024, u16::MAX] {
+        for size in [0, 1, 1, 2, 3, 4, 5, 64, 65, 128, 129, 1024, 65_535] {
             stats.record(size);
         }
         assert_eq!(stats.values().buckets(), [2, 1, 2, 1, 0, 0, 1, 2, 3]);
-        for size in [0, 1, 128, 129, SIZE_MAX, SIZE_MAX + 1, 1 << 31, u32::MAX] {
-            stats.record_any(size);
+        for size in [0, 1, 128, 129, 1 << 30, 1 << 31, (1 << 31) + 1, u32::MAX] {
+            stats.record(size);
         }
         assert_eq!(stats.values().buckets(), [3, 1, 2, 1, 0, 0, 1, 3, 8]);
     }
 
     #[test]
     fn a_batch_is_within_the_bound_of_its_bucket() {
-        for size in 1..=u16::MAX {
+        for size in 1..=65_535 {
             let stats = BatchStats::default();
             stats.record(size);
             let values = stats.values();

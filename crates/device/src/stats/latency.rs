@@ -13,8 +13,13 @@ pub const LATENCY_BOUNDS: usize = 23;
 
 const BUCKETS: usize = LATENCY_BOUNDS + 1;
 
-/// The first bound in nanoseconds: a power of two costs three instructions less than 4 µs.
-const FIRST_BOUND_NS: u64 = 1 << 12;
+/// The logarithm of the first bound in nanoseconds: a power of two costs three instructions less
+/// than 4 µs.
+const FIRST_BOUND_LOG2: usize = 12;
+
+/// The buckets that the writer distinguishes: one for each logarithm, so that it neither limits the
+/// index nor checks it.
+const RECORDED: usize = u64::BITS as usize;
 
 /// The bound of bucket `index` in nanoseconds. A latency of just the bound is in the next bucket.
 ///
@@ -24,20 +29,24 @@ const FIRST_BOUND_NS: u64 = 1 << 12;
 #[must_use]
 pub const fn latency_bound_ns(index: usize) -> u64 {
     assert!(index < LATENCY_BOUNDS, "the last bucket has no bound");
-    FIRST_BOUND_NS << index
+    1 << (FIRST_BOUND_LOG2 + index)
 }
 
 #[inline]
-fn bucket_of(ns: u64) -> usize {
+fn log2_of(ns: u64) -> usize {
     // Without the lowest bit, the logarithm of 0 would be a case of its own.
-    let log2 = ((ns / (FIRST_BOUND_NS / 2)) | 1).ilog2();
-    (log2 as usize).min(BUCKETS - 1)
+    (ns | 1).ilog2() as usize
+}
+
+/// The bucket of readers for latencies with this logarithm.
+fn bucket_of_log2(log2: usize) -> usize {
+    (log2 + 1).saturating_sub(FIRST_BOUND_LOG2).min(BUCKETS - 1)
 }
 
 /// A histogram of latencies. One thread writes it and any thread reads it.
 #[derive(Debug)]
 pub struct LatencyStats {
-    buckets: [Counter; BUCKETS],
+    by_log2: [Counter; RECORDED],
     sum_ns: Counter,
     /// A latency above this is the longest so far, or slow. One comparison serves both.
     notable_ns: AtomicU64,
@@ -48,9 +57,8 @@ pub struct LatencyStats {
 
 impl Default for LatencyStats {
     fn default() -> Self {
-        let buckets = array::from_fn(|_| Counter::default());
         Self {
-            buckets,
+            by_log2: array::from_fn(|_| Counter::default()),
             sum_ns: Counter::default(),
             notable_ns: AtomicU64::new(0),
             longest_ns: AtomicU64::new(0),
@@ -63,7 +71,7 @@ impl LatencyStats {
     /// Counts a latency. Returns true if it is slow. Only the owning thread may call it.
     #[inline]
     pub fn record(&self, ns: u64) -> bool {
-        self.buckets[bucket_of(ns)].add(1);
+        self.by_log2[log2_of(ns)].add(1);
         self.sum_ns.add(ns);
         ns > self.notable_ns.load(Ordering::Relaxed) && self.note(ns)
     }
@@ -100,7 +108,11 @@ impl LatencyStats {
     /// The latencies so far.
     #[must_use]
     pub fn values(&self) -> Latency {
-        Latency { buckets: self.buckets.each_ref().map(Counter::get), sum_ns: self.sum_ns.get() }
+        let mut buckets = [0; BUCKETS];
+        for (log2, counter) in self.by_log2.iter().enumerate() {
+            buckets[bucket_of_log2(log2)] += counter.get();
+        }
+        Latency { buckets, sum_ns: self.sum_ns.get() }
     }
 }
 
@@ -147,6 +159,11 @@ mod tests {
 
     #[test]
     fn a_bucket_ends_before_its_bound() {
+        let bucket_of = |ns: u64| {
+            let stats = LatencyStats::default();
+            stats.record(ns);
+            stats.values().buckets().iter().position(|count| *count == 1).unwrap()
+        };
         assert_eq!((bucket_of(0), bucket_of(1)), (0, 0));
         for index in 0..LATENCY_BOUNDS {
             let bound = latency_bound_ns(index);
