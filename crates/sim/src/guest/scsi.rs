@@ -3,7 +3,7 @@
 use device::unit_address::UnitAddress;
 
 use super::command::Target;
-use super::{Guest, GuestQueue, State};
+use super::{Guest, GuestQueue, Outstanding, State};
 use crate::chain_request::ChainRequest;
 use crate::failure::Failure;
 use crate::scsi::attentions::CauseOutcome;
@@ -95,9 +95,15 @@ impl Guest {
         let now = self.world.tick();
         let State { queues, scsi, .. } = &mut *self.state.borrow_mut();
         let GuestQueue { driver, outstanding, .. } = &mut queues[queue];
+        let start = scsi.runs[queue].since();
+        let is_popped = |chain: &Outstanding| driver.has_taken(next, chain.entry);
+        // The queue may start behind chains that are in its inflight region. It pops them later,
+        // but before all further ones.
+        let is_further = |chain: &Outstanding| chain.begin > start && is_popped(chain);
+        let has_further = outstanding.iter().flatten().any(is_further);
         for outstanding in outstanding.iter_mut().flatten() {
-            let is_popped = driver.has_taken(next, outstanding.entry);
-            if is_popped && outstanding.popped.is_none() {
+            let is_known = has_further || outstanding.begin > start;
+            if is_known && is_popped(outstanding) && outstanding.popped.is_none() {
                 outstanding.popped = Some(now);
                 let mut managed = scsi.managed.iter_mut();
                 let function = managed.find(|managed| managed.begin == outstanding.begin);
