@@ -163,14 +163,14 @@ impl GuestTurns {
 
     /// The states for the next process, which do not change until [`resume`](Self::resume). Does
     /// not wait.
-    pub(super) fn hand_over(&self) -> TurnStates {
+    pub(crate) fn hand_over(&self) -> TurnStates {
         let mut states = self.states.lock();
         states.are_handed_over = true;
         states.present.clone()
     }
 
     /// Continues with the states after a hand-over that failed.
-    pub(super) fn resume(&self) {
+    pub(crate) fn resume(&self) {
         self.states.lock().are_handed_over = false;
     }
 

@@ -135,6 +135,13 @@ mod tests {
         assert!(matches!(load(&json!({})), Err(CommandError::Invalid(_))));
         assert!(matches!(load(&state), Ok(Reply::StateLoaded)));
         assert!(matches!(load(&Value::Null), Ok(Reply::StateLoaded)));
+        // The next process has the states of the turn.
+        turns.hand_over();
+        for state in [&state, &Value::Null] {
+            let refused = load(state);
+            assert!(matches!(refused, Err(CommandError::HandingOver)), "{refused:?}");
+        }
+        turns.resume();
         turns.take(2).unwrap();
         assert!(matches!(load(&state), Err(CommandError::NotNow(_))), "the guest runs");
     }
