@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -17,7 +17,8 @@ use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, MEMORY_END, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::server::{Cache, Engine};
-use ringhaul_kit::system::{FileSystem, LoopDevice, can_change_system};
+use ringhaul_kit::system::{FileSystem, LoopDevice, can_change_system, thread_id};
+use rustix::process::Pid;
 
 use crate::log::Unread;
 use crate::scene::{PendingWrites, Scene, disks};
@@ -87,9 +88,7 @@ impl Spans {
             ratios.push(disturbed? / quiet);
             quiet_iops.push(quiet);
         }
-        let (least, greatest) = ratios.iter().fold((f64::MAX, 0.0_f64), |(least, most), ratio| {
-            (least.min(*ratio), most.max(*ratio))
-        });
+        let (least, greatest) = range(&ratios);
         println!(
             "| {name} | {engine} | {:.1} | {:.2} | {least:.2} to {greatest:.2} |",
             median(quiet_iops) / 1000.0,
@@ -116,6 +115,11 @@ impl Spans {
         ensure!(!sockets[0].exists(), "a socket is left behind");
         Ok(())
     }
+}
+
+/// The least and the greatest of positive values.
+fn range(values: &[f64]) -> (f64, f64) {
+    values.iter().fold((f64::MAX, 0.0), |(least, most), value| (value.min(least), value.max(most)))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -281,7 +285,19 @@ fn full_pipe(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     unread.borrow_mut().terminate()
 }
 
-/// Ten scrapes a second of 256 exports.
+/// The CPU time of the threads that answer a scrape, in nanoseconds. The kernel cuts their names.
+fn scrape_cpu_ns(daemon: Pid) -> Result<u64> {
+    let mut sum = 0;
+    for name in ["ringhaul-metric", "ringhaul-contro"] {
+        let thread = thread_id(daemon, name)?.as_raw_nonzero();
+        let path = format!("/proc/{}/task/{thread}/schedstat", daemon.as_raw_nonzero());
+        let text = std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        sum += text.split(' ').next().context("an empty file")?.parse::<u64>()?;
+    }
+    Ok(sum)
+}
+
+/// Ten scrapes a second of 256 exports. Prints the CPU time of a scrape in a second row.
 fn scrapes(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     /// The exports beside those of the scene.
     const MORE: usize = 253;
@@ -296,18 +312,29 @@ fn scrapes(spans: Spans, name: &str, engine: Engine) -> Result<()> {
     }
     let scene = Scene::start(disks(), &options)?;
     scene.daemon.wait_for_message("serving on", MORE + 3)?;
-    spans.compare_in(name, engine, scene, |_daemon| {
-        let page = page.clone();
+    let all_cpu_ms = Arc::new(Mutex::new(Vec::new()));
+    spans.compare_in(name, engine, scene, |daemon| {
+        let (page, cpu_ms, pid) = (page.clone(), Arc::clone(&all_cpu_ms), daemon.pid());
         Ok(repeat_until_stopped(LONG_PAUSE, move || {
+            let before = scrape_cpu_ns(pid)?;
             let mut stream = UnixStream::connect(&page)?;
             stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
             let mut text = String::new();
             stream.read_to_string(&mut text)?;
             let exports = text.matches("ringhaul_export_connected{").count();
             ensure!(exports == MORE + 3, "{exports} exports in the metrics");
+            let used = Duration::from_nanos(scrape_cpu_ns(pid)? - before);
+            cpu_ms.lock().unwrap_or_else(PoisonError::into_inner).push(used.as_secs_f64() * 1e3);
             Ok(())
         }))
-    })
+    })?;
+    let cpu_ms = all_cpu_ms.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let (least, greatest) = range(&cpu_ms);
+    println!(
+        "| milliseconds of CPU of each scrape | {engine} | | {:.1} | {least:.1} to {greatest:.1} |",
+        median(cpu_ms),
+    );
+    Ok(())
 }
 
 /// Measures one case with one engine.
