@@ -474,6 +474,23 @@ mod tests {
         assert_eq!(slots.occupied(), 0);
     }
 
+    /// A submit that the kernel refuses comes again.
+    #[test]
+    fn a_flush_is_in_the_kernel_once_from_its_first_submit_to_its_answer() {
+        let (mut slots, stats, now) = (Slots::new(64), Stats::default(), Instant::now());
+        let flush = Op { kind: OpKind::Flush, ..op(Buffers::empty()) };
+        let file = Arc::clone(flush.file.shared());
+        let index = slots.insert(flush, Owner::default());
+        assert_eq!(file.loss().flushes_to_await(), None);
+        slots.submit(index, now);
+        let number = file.loss().flushes_to_await();
+        slots.submit(index, now);
+        assert!(number.is_some() && file.loss().flushes_to_await() == number);
+        slots.complete(index, -i64::from(libc::EIO), now, &stats);
+        assert_eq!(file.loss().flushes_to_await(), None);
+        assert!(file.loss().check().is_err());
+    }
+
     #[test]
     fn lanes_see_the_memory_of_ops_and_of_no_foreign_op() {
         let mut slots = Slots::new(64);

@@ -533,6 +533,35 @@ mod tests {
         }
     }
 
+    /// Otherwise nothing would ever submit it.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_completion_makes_room_for_an_op_above_the_limit() {
+        let config = IoThreadConfig { depth: 1, ..IoThreadConfig::default() };
+        let mut engine = IoUring::new(&config, false, false).unwrap();
+        let mailbox = Mailbox::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let mut threads = Threads::new(&Arc::new(mailbox));
+        let (mut slots, stats) = (Slots::new(2), Stats::default());
+        let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let file = IoFile::detached(Arc::new(file.into()));
+        for _ in 0..2 {
+            let (kind, file) = (OpKind::Flush, Rc::clone(&file));
+            let op = Op { kind, file, offset: 0, buffers: Buffers::empty() };
+            let slot = slots.insert(op, Owner::default());
+            engine.queue(slot, slots.op(slot).unwrap());
+        }
+        let (mut woken, mut events) = (Vec::<TaskKey>::new(), Vec::new());
+        let now = Instant::now();
+        let mut done = Completer { slots: &mut slots, stats: &stats, woken: &mut woken, now };
+        assert!(engine.submit(usize::MAX, &mut done));
+        assert!(!engine.submit(usize::MAX, &mut done) && engine.retry.awaits_event());
+        while engine.harvest(&mut threads, &mut done, &mut events) == 0 {}
+        assert!(!engine.retry.awaits_event());
+        engine.submit(usize::MAX, &mut done);
+        assert_eq!((engine.queued(), engine.in_kernel()), (0, 1));
+        while engine.harvest(&mut threads, &mut done, &mut events) == 0 {}
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn an_op_that_found_no_entry_is_unannounced_work_until_it_awaits_an_event() {

@@ -2,7 +2,7 @@
 //! it got.
 
 use std::future::poll_fn;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::process::Command;
@@ -45,6 +45,24 @@ fn filled(bytes: usize, byte: u8) -> Buffers {
 
 fn turn_until_idle(thread: &IoThread) {
     while thread.turn(Wait::Never).unwrap() == Activity::Ready {}
+}
+
+/// Otherwise it would go on with the old pages when other memory is mapped at their address.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_kernel_forgets_memory_whose_registration_is_dropped() {
+    let thread = thread(EngineKind::IoUring);
+    let memory = filled(8192, 0);
+    let start = format!("0x{:x}/", memory.iovecs()[0].iov_base.addr());
+    let is_known = || {
+        let path = format!("/proc/self/fdinfo/{}", thread.as_fd().as_raw_fd());
+        std::fs::read_to_string(path).unwrap().contains(&start)
+    };
+    assert!(!is_known());
+    let registered = thread.io().register_memory(memory).unwrap();
+    assert!(is_known());
+    drop(registered);
+    assert!(!is_known());
 }
 
 /// A source that never has work.

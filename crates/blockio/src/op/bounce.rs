@@ -261,6 +261,7 @@ mod tests {
         assert_eq!(shares[99].piece_bytes(1 << 16), 1 << 16);
         drop(shares);
         let alone = io.shared.bounce_budget.share(&files[7]);
+        assert!(Rc::ptr_eq(&alone, &io.shared.bounce_budget.share(&files[7])));
         assert_eq!(
             (alone.piece_bytes(512), alone.part_bytes(usize::MAX)),
             (piece_bytes_max, 1 << 20)

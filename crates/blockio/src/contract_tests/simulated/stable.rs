@@ -22,6 +22,18 @@ impl World for Notes {
         self.now.get()
     }
 
+    fn ring(&self, depth: u32) -> RingSetup {
+        RingSetup {
+            events: depth + 1,
+            is_known: true,
+            has_fdsync: true,
+            defers: false,
+            has_uring_cmd: true,
+            submits_all: true,
+            sq_entries: None,
+        }
+    }
+
     fn start(&self, op: KernelOp) -> bool {
         let bytes = op.buffers().bytes();
         let at = usize::try_from(op.offset()).unwrap();
@@ -60,10 +72,16 @@ fn new_world() -> Rc<Notes> {
 /// A write of several ops, one by way of other memory, and ones whose ops come back short.
 #[test]
 fn each_op_of_a_durable_write_is_durable_and_of_no_other() {
+    for engine in ENGINES {
+        check_durable_writes(engine);
+    }
+}
+
+fn check_durable_writes(engine: EngineKind) {
     let world = new_world();
     let _installed = install(Rc::<Notes>::clone(&world));
     let bytes = ByteLimits { op: OP_BYTES, ..ByteLimits::default() };
-    let engine = EngineKind::Threads.into();
+    let engine = engine.into();
     let thread =
         IoThread::new(&IoThreadConfig { engine, bytes, ..IoThreadConfig::default() }).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();

@@ -144,21 +144,21 @@ impl Requester for CancellableRequester {
     }
 }
 
-/// Makes a write wait for a minute because of limits, or because its disk has failed it. Calls
-/// `happens` after five seconds. Returns the write's result, its seconds, and the calls that it
-/// got.
+/// Makes a write wait for a minute because of limits, or because its disk has failed it; or zeroes,
+/// because of limits. Calls `happens` after five seconds. Returns the request's result, its
+/// seconds, and the calls that it got.
 fn wait_for(
     what: &str,
     happens: impl Fn(&DiskSource, &Disk, &CancellableRequester) + 'static,
 ) -> (Result<(), Option<i32>>, u64, Vec<&'static str>) {
     let start = Instant::now();
-    let until = start + Duration::from_secs(if what == "limits" { 0 } else { 60 });
+    let until = start + Duration::from_secs(if what == "space" { 60 } else { 0 });
     let world = Rc::new(FullDisk { until, now: Cell::new(start), writes: Cell::new(0) });
     let _installed = install(Rc::<FullDisk>::clone(&world));
     let thread = thread(EngineKind::Threads);
     let file = tempfile::NamedTempFile::new().unwrap();
     let source = simulated_file(&file, false);
-    if what == "limits" {
+    if what != "space" {
         let slow = Limits { bytes: per_second(8192 / 60), ..Limits::default() };
         source.set_limits(&slow).unwrap();
     } else {
@@ -166,9 +166,15 @@ fn wait_for(
         source.set_error_policy(ErrorPolicy { write, ..ErrorPolicy::default() });
     }
     let (disk, wanted) = (source.attach(thread.io()), CancellableRequester::default());
-    let write = disk.with_requester(&wanted).write(0, Buffers::aligned(8192, 512), true);
+    let request = async {
+        let requests = disk.with_requester(&wanted);
+        match what {
+            "zeroes" => requests.write_zeroes(0, 8192, false).await,
+            _ => Ok(requests.write(0, Buffers::aligned(8192, 512), true).await?),
+        }
+    };
     let result = thread.block_on(async {
-        if what == "limits" {
+        if what != "space" {
             // This write empties the bucket.
             disk.write(0, Buffers::aligned(8192, 512), true).await.unwrap();
         }
@@ -176,16 +182,16 @@ fn wait_for(
             thread.io().sleep_until(start + Duration::from_secs(5)).await;
             happens(&source, &disk, &wanted);
         };
-        join(write, happens).await.0
+        join(request, happens).await.0
     });
-    let result = result.unwrap().map_err(|unfinished| unfinished.error().raw_os_error());
+    let result = result.unwrap().map_err(|error| error.raw_os_error());
     assert_eq!(source.state(), DiskState::Ready, "nobody waits any more");
     (result, (clock::now() - start).as_secs(), wanted.asked.take())
 }
 
 #[test]
 fn a_request_that_waits_ends_when_it_is_not_wanted_any_more() {
-    for what in ["limits", "space"] {
+    for what in ["limits", "space", "zeroes"] {
         let (result, seconds, asked) = wait_for(what, |_, disk, wanted| {
             wanted.is_over.set(true);
             disk.recheck_waiting();
@@ -235,11 +241,11 @@ fn a_request_that_ends_while_it_waits_gives_back_its_share() {
 
 #[test]
 fn a_request_checks_for_changes_before_it_resumes() {
-    for (what, smaller) in [("limits", Some(libc::EINVAL)), ("space", Some(libc::EINVAL))] {
+    for what in ["limits", "space", "zeroes"] {
         let (result, _, asked) = wait_for(what, |_, _, wanted| wanted.is_refused.set(true));
         assert_eq!((result, &asked[..2]), (Err(Some(libc::EBADE)), &["waits", "goes on"][..]));
         let (result, ..) = wait_for(what, |source, _, _| source.cut_off(4096));
-        assert_eq!(result, Err(smaller), "{what}: it is beyond the end");
+        assert_eq!(result, Err(Some(libc::EINVAL)), "{what}: it is beyond the end");
         let (result, seconds, asked) = wait_for(what, |_, _, _| ());
         assert_eq!((result, asked.last()), (Ok(()), Some(&"goes on")), "{what}");
         assert!((59..62).contains(&seconds), "{what}: {seconds}");
@@ -308,29 +314,33 @@ fn a_write_that_is_held_is_not_made_before_its_queue_goes_on() {
     }
 }
 
-/// A disk that is no file: its writes fail for good when data is lost.
+/// Durable writes fail for good when data is lost. Other writes still wait for space.
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {
-    let start = Instant::now();
-    let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
-    let _installed = install(Rc::<FullDisk>::clone(&world));
-    let thread = thread(EngineKind::Threads);
-    let file = tempfile::NamedTempFile::new().unwrap();
-    let source = DiskSource::raw(simulated_file(&file, false), 0, None).unwrap();
-    source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..ErrorPolicy::default() });
-    source.hand_over().inherit(Some(libc::EIO), false);
-    let disk = source.attach(thread.io());
-    let result = thread.block_on(async {
-        let write = async {
-            let result = disk.write(0, Buffers::aligned(512, 512), true).await;
-            (result.unwrap_err().error().raw_os_error(), clock::now() - start)
-        };
-        let ends = async {
-            thread.io().sleep_until(start + Duration::from_secs(5)).await;
-            disk.set_wait_mode(WaitMode::Never);
-        };
-        join(write, ends).await.0
-    });
-    let (errno, took) = result.unwrap();
-    assert_eq!((errno, took.as_secs()), (Some(libc::EIO), 0));
+    let (eio, ok) = ((Err(Some(libc::EIO)), false), (Ok(()), true));
+    for (over_part, fua) in [(false, false), (false, true), (true, false), (true, true)] {
+        let start = Instant::now();
+        let (until, now) = (start + Duration::from_millis(2500), Cell::new(start));
+        let _installed = install(Rc::new(FullDisk { until, now, writes: Cell::new(0) }));
+        let thread = thread(EngineKind::Threads);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let source = simulated_file(&file, false);
+        let source = if over_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
+        source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..Default::default() });
+        source.hand_over().inherit(Some(libc::EIO), false);
+        let disk = source.attach(thread.io());
+        let result = thread.block_on(async {
+            let write = async {
+                let result = disk.write(0, Buffers::aligned(512, 512), fua).await;
+                let result = result.map_err(|unfinished| unfinished.error().raw_os_error());
+                (result, clock::now() >= until)
+            };
+            let ends = async {
+                thread.io().sleep_until(start + Duration::from_secs(5)).await;
+                disk.set_wait_mode(WaitMode::Never);
+            };
+            join(write, ends).await.0
+        });
+        assert_eq!(result.unwrap(), if fua { eio } else { ok }, "{over_part}");
+    }
 }

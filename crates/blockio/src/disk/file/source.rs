@@ -467,6 +467,23 @@ mod tests {
         assert!(open(false, false).is_err() && handed.is_ok());
     }
 
+    /// Layers rely on it: nothing else writes to a disk that has a lock.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_that_was_handed_over_is_exclusive_only_with_its_lock() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        for (read_only, no_lock) in [(false, false), (false, true), (true, false), (true, true)] {
+            let options = DiskOptions { read_only, no_lock, ..DiskOptions::default() };
+            let (opened, _) = FileSource::open(file.path(), &options).unwrap();
+            let same = opened.file.as_fd().try_clone_to_owned().unwrap();
+            let handed = FileSource::handed_over(same.into(), file.path(), &options).unwrap().0;
+            let is_exclusive = !read_only && !no_lock;
+            let seen = [&opened, &handed].map(FileSource::is_exclusive);
+            assert_eq!(seen, [is_exclusive; 2], "{read_only} {no_lock}");
+        }
+    }
+
     /// The earlier process may have left writes without a flush.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
