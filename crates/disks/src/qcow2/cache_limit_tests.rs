@@ -6,6 +6,7 @@ use std::sync::Arc;
 use blockio::{DiskOptions, DiskSource, IoThread, IoThreadConfig};
 use iomem::Buffers;
 
+use super::owner::{Job, run_job_blocking};
 use super::{Layer, open_image};
 use crate::qcow2::consistency::cache_limit::BYTES_MAX;
 
@@ -43,15 +44,22 @@ fn tables_stay_within_the_cache_limit() {
     drop(source);
     let check = Command::new("qemu-img").args(["check", "-q"]).arg(file.path()).status();
     assert!(check.unwrap().success());
-    let source = DiskSource::file(file.path(), &options).unwrap();
-    let source = crate::qcow2::open(vec![Layer::qcow2(source).unwrap()], false).unwrap();
-    let disk = source.attach(thread.io());
-    for part in 0..PARTS {
-        let memory = Buffers::aligned(512, 512);
-        let read = memory.duplicate();
-        thread.block_on(disk.read(part * PART, memory)).unwrap().unwrap();
-        let mut data = [0; 8];
-        read.copy_to(0, &mut data);
-        assert_eq!(u64::from_le_bytes(data), part);
+    for is_zeroed in [false, true] {
+        let source = DiskSource::file(file.path(), &options).unwrap();
+        let (info, source) = open_image(vec![Layer::qcow2(source).unwrap()], false).unwrap();
+        if is_zeroed {
+            // The limit is reached between the tables of one job, too.
+            let zero = Job::Zero { range: 0..PARTS * PART, may_unmap: false };
+            run_job_blocking(&source.image.owner, zero).unwrap();
+        }
+        let disk = DiskSource::from_driver(info, Arc::new(source)).attach(thread.io());
+        for part in 0..PARTS {
+            let memory = Buffers::aligned(512, 512);
+            let read = memory.duplicate();
+            thread.block_on(disk.read(part * PART, memory)).unwrap().unwrap();
+            let mut data = [0; 8];
+            read.copy_to(0, &mut data);
+            assert_eq!(u64::from_le_bytes(data), if is_zeroed { 0 } else { part });
+        }
     }
 }

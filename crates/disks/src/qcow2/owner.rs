@@ -519,8 +519,8 @@ mod tests {
                 owner.mark().await.unwrap();
                 // From now on clusters are counted ahead, and the table is known.
                 owner.write(0, &[7; 512]).await.unwrap();
-                let [first, second] =
-                    [2, 4].map(|cluster| cluster * CLUSTER..(cluster + 1) * CLUSTER);
+                let [first, second, third] =
+                    [2, 4, 6].map(|cluster| cluster * CLUSTER..(cluster + 1) * CLUSTER);
                 assert!(owner.place_concurrently(&first).await.unwrap());
                 end.set_silent(true);
                 let mut commit = Box::pin(owner.commit_entries());
@@ -533,10 +533,10 @@ mod tests {
                 end.set_silent(false);
                 assert!(commit.await.unwrap());
                 // A look-up covers both, but only one of them may be used.
-                let first_part = first.start..first.start + 512;
-                let second_part = second.start..second.start + 512;
-                assert!(owner.try_look_up(&first_part).await.unwrap());
-                assert!(!owner.try_look_up(&second_part).await.unwrap());
+                for (range, may_use) in [(&first, true), (&second, false), (&third, true)] {
+                    let part = range.start..range.start + 512;
+                    assert_eq!(owner.try_look_up(&part).await.unwrap(), may_use, "{part:?}");
+                }
                 let changes = &owner.changes;
                 let are_uncommitted = [first, second].map(|range| changes.is_uncommitted(&range));
                 send.send((are_uncommitted, changes.are_committed()));

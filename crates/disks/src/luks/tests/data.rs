@@ -33,6 +33,12 @@ fn pieces_and_whole_requests_are_the_same_on_the_disk() {
         let view = read.duplicate();
         thread.block_on(disk.read(1536, read)).unwrap().unwrap();
         assert_eq!(view.to_vec(), filled(bytes).to_vec());
+        thread.block_on(disk.write_zeroes(256 << 10, bytes as u64, false)).unwrap().unwrap();
+        let read = Buffers::aligned(bytes, 512);
+        let view = read.duplicate();
+        read.copy_from(0, &vec![1; bytes]);
+        thread.block_on(disk.read(256 << 10, read)).unwrap().unwrap();
+        assert_eq!(view.to_vec(), vec![0; bytes]);
         assert_eq!(thread.io().stats().bounce.bytes.get(), 0, "memory is left over");
         std::fs::read(file.path()).unwrap()
     });

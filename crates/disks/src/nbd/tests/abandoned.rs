@@ -92,3 +92,23 @@ fn the_last_user_of_a_disk_ends_the_waits_for_abandoned_connections() {
     while thread.turn(blockio::Wait::Never).unwrap() == blockio::Activity::Ready {}
     assert_eq!(thread.io().tasks(), 0, "a task waits for the server");
 }
+
+/// Otherwise all changes would wait after each further break.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn abandoned_connections_that_have_ended_do_not_count() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = Rc::new(source.attach(thread.io()));
+    for connection in 0..3 {
+        server.change(|state| (state.holds, state.lingers) = ((WRITE, 1), true));
+        let older = Running::write(&thread, &disk, 0, 1);
+        wait_for(&thread, &server, Event::Request(connection, WRITE));
+        server.send(connection, &[0x55; 64]);
+        wait_for(&thread, &server, Event::HalfClosed(connection));
+        assert_eq!(Running::write(&thread, &disk, 8192, 2).end(&thread), None);
+        assert!(older.0.get().is_none());
+        server.change(|state| state.lingers = false);
+        assert_eq!(older.end(&thread), None);
+    }
+}

@@ -51,8 +51,9 @@ fn iothreads_find_a_new_home_when_theirs_has_ended() {
     let thread = new_thread();
     let disk = Rc::new(source.attach(thread.io()));
     ready.1.recv().unwrap();
-    drop((home, gone));
+    drop(home);
     assert_eq!(Running::write(&thread, &disk, 0, 1).end(&thread), None);
+    drop(gone);
     go.0.send(0).unwrap();
     // The new home has to run for that.
     let byte = loop {
@@ -64,6 +65,8 @@ fn iothreads_find_a_new_home_when_theirs_has_ended() {
     };
     assert_eq!(byte, 1);
     other.join().unwrap();
+    let events = server.state().events.clone();
+    assert_eq!(events, [Event::Request(0, WRITE), Event::Request(0, READ)], "there are two homes");
 }
 
 /// Runs two IoThreads until the server has seen an event.

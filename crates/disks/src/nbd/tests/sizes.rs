@@ -47,6 +47,21 @@ fn the_growth_of_an_export_is_reached_by_new_connections() {
     }
 }
 
+/// Nothing else would wake its task.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn an_idle_connection_to_an_export_that_has_grown_is_replaced() {
+    let server = Server::start(MIB, FLAGS);
+    let (thread, source) = (new_thread(), open(server.options()));
+    let disk = source.attach(thread.io());
+    while source.remark().as_deref() != Some("connections: 1") {
+        wait_a_turn(&thread);
+    }
+    server.change(|state| state.content.resize(2 * MIB, 0));
+    assert_eq!(source.refresh().unwrap(), 2 * MIB as u64);
+    assert_eq!(read(&thread, &disk, MIB as u64), 0);
+}
+
 #[test]
 fn an_impossible_size_is_refused() {
     let usual = DiskOptions::default();

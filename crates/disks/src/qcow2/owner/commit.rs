@@ -91,9 +91,6 @@ impl Owner {
 
     /// Commits waiting changes, before a job that is alone with the image takes or releases space.
     pub(super) async fn commit_waiting(&self, image: &Format) -> io::Result<()> {
-        if self.changes.has_failed() {
-            return self.commit_to(image).await;
-        }
         match self.commit_entries().await? {
             true => Ok(()),
             false => self.commit_to(image).await,
