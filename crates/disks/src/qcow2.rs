@@ -17,6 +17,8 @@ mod crash_tests;
 #[cfg(test)]
 mod deferred_tests;
 mod disk;
+#[cfg(test)]
+mod error_tests;
 mod format;
 #[cfg(test)]
 mod full_tests;

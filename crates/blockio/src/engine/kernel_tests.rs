@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ use tempfile::NamedTempFile;
 
 use crate::config::{EngineKind, IoThreadConfig};
 use crate::disk::{DiskOptions, DiskSource};
+use crate::op::OpKind;
 use crate::thread::IoThread;
 use crate::thread::reactor::{Armed, Source};
 use crate::thread::turn::{Activity, Wait};
@@ -63,6 +65,24 @@ fn the_kernel_forgets_memory_whose_registration_is_dropped() {
     assert!(is_known());
     drop(registered);
     assert!(!is_known());
+}
+
+/// The kernel refuses durable writes to this file, and takes other writes.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn the_pool_makes_writes_durable_that_have_to_be() {
+    let thread = thread(EngineKind::Threads);
+    let path = "/proc/thread-self/oom_score_adj";
+    let present = std::fs::read(path).unwrap();
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    let file = Arc::new(rustix::fd::OwnedFd::from(file).into());
+    let file = thread.io().attach_file(&file, EngineKind::Threads);
+    for (fua, expected) in [(false, None), (true, Some(libc::EOPNOTSUPP))] {
+        let data = Buffers::from_vec(present.clone());
+        let op = thread.io().op(OpKind::Write { fua }, &file, 0, data);
+        let result = thread.block_on(op).unwrap().result;
+        assert_eq!(result.err().and_then(|error| error.raw_os_error()), expected, "{fua}");
+    }
 }
 
 /// A source that never has work.

@@ -208,24 +208,6 @@ fn all_posts_between_two_sleeps_share_a_wake() {
     }
 }
 
-/// The kernel refuses durable writes to this file, and takes other writes.
-#[test]
-#[cfg_attr(miri, ignore = "asks the kernel")]
-fn the_pool_makes_writes_durable_that_have_to_be() {
-    let thread = thread(EngineKind::Threads);
-    let path = "/proc/thread-self/oom_score_adj";
-    let present = std::fs::read(path).unwrap();
-    let file = std::fs::File::options().write(true).open(path).unwrap();
-    let file = Arc::new(rustix::fd::OwnedFd::from(file).into());
-    let file = thread.io().attach_file(&file, EngineKind::Threads);
-    for (fua, expected) in [(false, None), (true, Some(libc::EOPNOTSUPP))] {
-        let data = Buffers::from_vec(present.clone());
-        let op = thread.io().op(OpKind::Write { fua }, &file, 0, data);
-        let result = thread.block_on(op).unwrap().result;
-        assert_eq!(result.err().and_then(|error| error.raw_os_error()), expected, "{fua}");
-    }
-}
-
 /// An op that stays unanswered, on a loop that waits for nothing on its own.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]

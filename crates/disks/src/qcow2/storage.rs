@@ -556,6 +556,12 @@ mod tests {
         let is_right = matches!(&journal[..], [Event::Flush, Event::Write(0, _), Event::Flush]);
         assert!(is_right, "{} events", journal.len());
         detach();
+        // The first flush fails.
+        let (thread, end, store, _) = scene();
+        end.have_some_fail(3);
+        thread.block_on(store.write_header(&[1; 512], 0)).unwrap().unwrap_err();
+        assert!(end.journal().is_empty());
+        detach();
     }
 
     /// Nobody knows if the clusters are used.
