@@ -222,6 +222,7 @@ impl Report {
         let [total, read, write, flush] = DirectionReport::all(measured, seconds);
         let ios = total.ios + flush.ios;
         let server_per_io = |pick: fn(&ServerUsage) -> f64| ratio(usage.map(pick)?, ios as f64);
+        let cpu_us = usage.map(|usage| usage.cpu_us);
         let by_mode = |share: fn(f64) -> f64| {
             let user_share = usage?.user_share?;
             ratio(usage?.cpu_us * share(user_share), ios as f64)
@@ -274,10 +275,8 @@ impl Report {
             kicks_per_io: ratio(counters.kicks as f64, ios as f64),
             server_pid: measured.server_pid,
             server_threads: usage.map(|usage| usage.threads),
-            server_cpu_us: usage.map(|usage| usage.cpu_us),
-            server_cpu_percent: usage
-                .map(|usage| usage.cpu_us)
-                .and_then(|us| ratio(us / 10_000.0, seconds)),
+            server_cpu_us: cpu_us,
+            server_cpu_percent: cpu_us.and_then(|us| ratio(us / 10_000.0, seconds)),
             server_cpu_us_per_io: server_per_io(|usage| usage.cpu_us),
             server_cpu_user_us_per_io: by_mode(|user| user),
             server_cpu_system_us_per_io: by_mode(|user| 1.0 - user),

@@ -108,13 +108,12 @@ fn open_image(layers: Vec<Layer>, is_deferred: bool) -> Result<(DiskInfo, Qcow2S
     let blocks = layers.iter().map(|layer| layer.source.info().logical_block_bytes);
     let block = blocks.max().unwrap_or(below.logical_block_bytes);
     header.check_size(block).map_err(|reason| refused(&source, reason))?;
-    let headers = layers.iter().filter_map(|layer| layer.header.as_ref());
-    let unit = headers.map(|header| header.cluster_bytes).min();
+    let unit = layers.iter().filter_map(|layer| Some(layer.header.as_ref()?.cluster_bytes)).min();
     // The table maps whole blocks of a layer.
     let table = PlaceTable::new(unit.unwrap_or(header.cluster_bytes).max(block));
     if header.size_bytes > table.bytes_max() {
-        let reason = format!("a disk of {} bytes is too large", header.size_bytes);
-        return Err(refused(&source, reason));
+        let bytes = header.size_bytes;
+        return Err(refused(&source, format!("a disk of {bytes} bytes is too large")));
     }
     let info = DiskInfo {
         size_bytes: header.size_bytes,

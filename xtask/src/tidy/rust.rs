@@ -231,16 +231,16 @@ mod tests {
 
     #[test]
     fn long_functions() {
-        let good = format!("//! Doc.\n/// Documentation\n/// does not count.\n{}", function(70));
+        let good = format!("//! Doc.\n/// Documentation\n/// does not count.\n{}", function(69));
         assert!(found("a.rs", &good).is_empty());
-        let bad = format!("//! Doc.\n{}", function(71));
-        assert_eq!(found("a.rs", &bad), ["2 function `long` of 71 lines"]);
-        let method = format!("//! Doc.\nimpl A {{\n{}}}\n", function(71));
-        assert_eq!(found("a.rs", &method), ["3 function `long` of 71 lines"]);
-        let default = format!("//! Doc.\ntrait A {{\n{}}}\n", function(71));
-        assert_eq!(found("a.rs", &default), ["3 function `long` of 71 lines"]);
-        let nested = format!("//! Doc.\nmod a {{\nfn b() {{ {} }}\n}}\n", function(71));
-        assert!(found("a.rs", &nested).contains(&"3 function `long` of 71 lines".to_owned()));
+        let bad = format!("//! Doc.\n{}", function(70));
+        assert_eq!(found("a.rs", &bad), ["2 function `long` of 70 lines"]);
+        let method = format!("//! Doc.\nimpl A {{\n{}}}\n", function(70));
+        assert_eq!(found("a.rs", &method), ["3 function `long` of 70 lines"]);
+        let default = format!("//! Doc.\ntrait A {{\n{}}}\n", function(70));
+        assert_eq!(found("a.rs", &default), ["3 function `long` of 70 lines"]);
+        let nested = format!("//! Doc.\nmod a {{\nfn b() {{ {} }}\n}}\n", function(70));
+        assert!(found("a.rs", &nested).contains(&"3 function `long` of 70 lines".to_owned()));
     }
 
     #[test]

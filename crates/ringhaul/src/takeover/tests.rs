@@ -385,7 +385,7 @@ fn an_image_is_left_as_closed_for_the_new_process() {
 #[test]
 fn a_refused_takeover_has_its_reason_and_code() {
     let old = Old::new();
-    let version = virtqueue::InflightRegion::VERSION;
+    let (version, process) = (virtqueue::InflightRegion::VERSION, std::process::id());
     for (params, expected) in [
         (json!({ "formats": [1], "inflight-versions": [version], "version": "x" }), "formats"),
         (json!({ "formats": FORMATS, "inflight-versions": [99], "version": "x" }), "inflight"),
@@ -400,7 +400,6 @@ fn a_refused_takeover_has_its_reason_and_code() {
         assert!(error.unwrap().contains(expected));
     }
     // The client that has started the program is told.
-    let process = std::process::id();
     let wait = |process| wait(&old.daemon, process, Duration::ZERO);
     for (formats, is_transient) in [(json!([1]), false), (json!(FORMATS), true)] {
         let _held = is_transient.then(|| old.daemon.ownership().begin_hand_over(0).unwrap());

@@ -103,9 +103,7 @@ fn wait_with(
             Ok(Event::Requested(cause)) => {
                 let may_be_second = !matches!(cause, EndCause::Sighup | EndCause::Predecessor);
                 if may_be_second && std::mem::replace(&mut is_asked, true) {
-                    let failed = leaves_at.is_some();
-                    let outcome = if failed { Outcome::ThreadFailed } else { Outcome::Abandoned };
-                    return abandon(outcome, true);
+                    return abandon(unless_failed(leaves_at, Outcome::Abandoned), true);
                 }
                 is_asked_once = true;
                 cause.name()
@@ -117,8 +115,7 @@ fn wait_with(
             Err(RecvTimeoutError::Timeout) => return abandon(Outcome::ThreadFailed, is_asked_once),
             // The last export has ended, or the daemon was dropped.
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => {
-                let failed = leaves_at.is_some();
-                return Ok(if failed { Outcome::ThreadFailed } else { Outcome::Clean });
+                return Ok(unless_failed(leaves_at, Outcome::Clean));
             }
             Ok(Event::HandedOver(to, left)) => return Ok(release_to(&to, &left, is_asked_once)),
             Ok(Event::NotStarted(error)) if is_stopping => {
@@ -134,6 +131,11 @@ fn wait_with(
             is_stopping = true;
         }
     }
+}
+
+/// The outcome, unless the failure of an IoThread has set a deadline.
+fn unless_failed(leaves_at: Option<Instant>, outcome: Outcome) -> Outcome {
+    if leaves_at.is_some() { Outcome::ThreadFailed } else { outcome }
 }
 
 /// Leaves the exports to the process that has taken over, and asks it to end if this one was asked
