@@ -352,10 +352,7 @@ impl Known {
     /// Returns the message for subscribers if the state of the disk is worse than before. The log
     /// has a line from the code that detected it.
     fn record_state(&mut self, disk: &WatchedDisk) -> Option<String> {
-        let state = match DiskState::from(disk.state) {
-            DiskState::Retried | DiskState::Held => DiskState::Ready,
-            state => state,
-        };
+        let state = DiskState::from(disk.state);
         if std::mem::replace(&mut self.state, state) >= state {
             return None;
         }
@@ -441,6 +438,7 @@ mod tests {
     use super::*;
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
+    use crate::testing::Kept;
 
     /// A disk may change while no thread of the daemon works, and another disk may get its name.
     #[test]
@@ -557,11 +555,36 @@ mod tests {
             known.record_waiting(&watched)
         };
         let retried = disk::DiskState::Retried(Instant::now());
-        let times = (0..1000).filter_map(|check| told((check % 2 == 0).then_some(retried))).count();
-        assert_eq!(times, 5);
+        let mut times = 0;
+        let lines = Kept::lines_of(|| {
+            let check = |check| told((check % 2 == 0).then_some(retried));
+            times = (0..1000).filter_map(check).count();
+        });
+        assert_eq!((times, lines.len()), (5, 5));
         // The lack of space is still reported, since it has its own limit.
         let held = disk::DiskState::Held(Instant::now());
         assert!(told(Some(held)).unwrap().0.contains("has no space left"));
         assert_eq!(told(Some(held)), None);
+    }
+
+    /// Such a disk is checked by itself until it has its size.
+    #[test]
+    fn a_disk_is_looked_at_while_it_has_news_and_logged_once() {
+        assert!(!Known::default().has_news());
+        let (_sender, receiver) = mpsc::channel();
+        assert!(Known { checking: Some(receiver), ..Known::default() }.has_news());
+        let failed = || Finding::Failed("a reason".to_owned());
+        for (finding, text) in
+            [(Finding::Shrunk(512), "has shrunk to 512"), (failed(), "its disk: a reason")]
+        {
+            let (mut known, key) = (Known::default(), ("vm".to_owned(), None));
+            let lines = Kept::lines_of(|| {
+                (0..6).for_each(|_| known.record(&key, 1024, Some(finding.clone())));
+            });
+            assert!(known.has_news());
+            assert!(lines.len() == 1 && lines[0].contains(text), "{lines:?}");
+            known.record(&key, 1024, None);
+            assert!(!known.has_news());
+        }
     }
 }

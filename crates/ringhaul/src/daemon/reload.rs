@@ -429,6 +429,7 @@ mod tests {
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::NewSize;
+    use crate::spec::qos::OnError;
     use crate::spec::settings::Settings;
     use crate::spec::{DiskSpec, UnitPlace};
 
@@ -571,6 +572,45 @@ mod tests {
         let settings = serde_json::to_value(&added.unwrap().settings).unwrap();
         assert_eq!(settings["limits"]["iops-total"], 9, "{settings}");
         assert_eq!(settings["rerror"], "retry", "{settings}");
+    }
+
+    /// Rules of the export and of a unit change side by side.
+    #[test]
+    fn each_unit_has_its_own_rules_after_a_change_of_the_usual_ones() {
+        let scsi = |iops: u32, rerror: &str, unit: &str| {
+            format!(
+                r#"{{"endpoint": {{"path": "/b"}}, "limits": {{"iops-total": {iops}}},
+                    "device": {{"scsi": [
+                        {{"lun": 0, "disk": {{"null": {{"size-bytes": 512}}}}}},
+                        {{"lun": 1, "disk": {{"null": {{"size-bytes": 512}}}}, "settings":
+                            {{{unit}"limits": {{"iops-total": 9}}, "rerror": "{rerror}"}}}}]}}}}"#
+            )
+        };
+        let rules = |before: &str, after: &str| {
+            let (served, wanted) = (exports(&[before]), exports(&[after]));
+            let changes = differences(&served, &wanted);
+            let made = changes.into_iter().find_map(|(_, change)| match change {
+                Change::Alter(commands, _) => Some(commands),
+                _ => None,
+            });
+            let mut spec = served["/b"].clone();
+            made.into_iter().flatten().for_each(|command| apply(&mut spec, command));
+            let usual = &spec.settings.rules;
+            let DeviceSpec::Scsi(units) = &spec.device else { unreachable!("it has units") };
+            let rules = units.iter().map(|unit| unit.settings.rules(usual));
+            rules.map(|rules| (rules.limits.iops_total, rules.rerror)).collect::<Vec<_>>()
+        };
+        let before = scsi(5, "report", "");
+        assert_eq!(
+            rules(&before, &scsi(7, "report", "")),
+            [(Some(7), OnError::Report), (Some(9), OnError::Report)]
+        );
+        for unit in ["", r#""read-only": true, "#] {
+            assert_eq!(
+                rules(&before, &scsi(5, "retry", unit)),
+                [(Some(5), OnError::Report), (Some(9), OnError::Retry)]
+            );
+        }
     }
 
     /// A daemon with the exports of a file, and the reloader of the file.

@@ -110,10 +110,16 @@ mod tests {
 
     use blockio::DiskOptions;
     use blockio::testing::RemoteStub;
+    use clap::{Args, FromArgMatches};
     use vhost_user::RunLock;
 
     use super::*;
     use crate::control::guest_turns::tests::host;
+    use crate::control::subscribers::{EventDetails, ExportEvent};
+    use crate::options::ServeArgs;
+    use crate::socket::inherited::InheritedSockets;
+    use crate::spec::command::Command;
+    use crate::testing::Kept;
 
     /// Another program may have enlarged the disk, and written to its end.
     #[test]
@@ -165,5 +171,44 @@ mod tests {
         });
         assert!(!turns.locks().are_held());
         assert_eq!(path.metadata().unwrap().len(), 4096);
+    }
+
+    /// Guests learn of each new size, and of no other.
+    #[test]
+    fn a_new_size_is_told_and_logged_once() {
+        let serve = ServeArgs::augment_args(clap::Command::new("serve"));
+        let args = serve.get_matches_from(["serve", "--engine", "threads"]);
+        let args = ServeArgs::from_arg_matches(&args).unwrap();
+        let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::write(path("disk"), [0; 4096]).unwrap();
+        let export = |name: &str| {
+            let spec = serde_json::json!({
+                "name": name, "endpoint": { "path": path(name) }, "no-lock": true,
+                "device": { "blk": { "file": path("disk") } },
+            });
+            serde_json::from_value(spec).unwrap()
+        };
+        daemon.handle(Command::Add(vec![export("one"), export("two")])).unwrap();
+        let (_subscription, queue) = daemon.subscribers().subscribe();
+        let resize = |size_bytes, shrink| {
+            let wanted = NewSize { size_bytes, shrink };
+            let lines = Kept::lines_of(|| {
+                daemon.handle(Command::Resize("one".to_owned(), None, wanted)).map(drop).unwrap();
+            });
+            let told = |event: &ExportEvent| matches!(event.details, EventDetails::Resized { .. });
+            (lines, queue.events.try_iter().filter(|event| told(event)).count())
+        };
+        let (lines, told) = resize(Some(8192), false);
+        assert!(lines.iter().any(|line| line.contains("8192 bytes, not 4096")), "{lines:?}");
+        assert_eq!(told, 2, "both exports have the disk");
+        assert_eq!(resize(Some(8192), false), (Vec::new(), 0));
+        let file = std::fs::File::options().write(true).open(path("disk")).unwrap();
+        file.set_len(16384).unwrap();
+        assert_eq!(resize(None, false).1, 2, "another program has enlarged it");
+        assert_eq!(resize(Some(4096), true).1, 2);
+        let Reply::Exports(exports) = daemon.handle(Command::Show).unwrap() else { panic!() };
+        assert!(exports.iter().all(|export| export.size_bytes == 4096), "{exports:?}");
     }
 }

@@ -13,6 +13,7 @@ mod model;
 mod tests;
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
@@ -251,8 +252,16 @@ const STATE_DIRECTORY: &str = "STATE_DIRECTORY";
 ///
 /// When the working directory is gone.
 pub(crate) fn place(state: Option<&Path>, control: Option<&Path>) -> Result<Option<PathBuf>> {
-    let folders = std::env::var_os(STATE_DIRECTORY).unwrap_or_default();
-    let folder = std::env::split_paths(&folders).next().filter(|path| path.is_absolute());
+    place_in(state, control, &std::env::var_os(STATE_DIRECTORY).unwrap_or_default())
+}
+
+/// Like [`place`], for a service with state in these `folders`.
+fn place_in(
+    state: Option<&Path>,
+    control: Option<&Path>,
+    folders: &OsStr,
+) -> Result<Option<PathBuf>> {
+    let folder = std::env::split_paths(folders).next().filter(|path| path.is_absolute());
     let path = match (state, control) {
         (Some(path), _) if path.as_os_str() == NONE => return Ok(None),
         (Some(path), _) => path.to_owned(),

@@ -287,6 +287,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Kept;
 
     fn passed(sockets: &[(&str, &Path)]) -> InheritedSockets {
         let listen = |(name, path): &(&str, &Path)| NamedSocket {
@@ -337,5 +338,44 @@ mod tests {
         }
         drop(sockets);
         assert!(path.exists(), "the service manager's socket is removed");
+    }
+
+    /// A socket that is passed without a name has the name of its unit, or none.
+    #[test]
+    fn each_use_of_a_passed_socket_has_its_own_rule() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let sockets = passed(&[("vm1", &path("a")), ("unit", &path("b")), ("control", &path("c"))]);
+        let exports = [("vm1".to_owned(), path("x")), ("vm2".to_owned(), path("b"))];
+        let exports = exports.each_ref().map(|(name, path)| (name.clone(), path.as_path()));
+        let lines =
+            |exports: &[(String, &Path)]| Kept::lines_of(|| sockets.warn_of_unused(exports)).len();
+        assert_eq!([lines(&exports), lines(&exports[1..]), lines(&[])], [0, 1, 2]);
+        let unnamed = passed(&[("unit", &path("d"))]);
+        assert!(unnamed.control(Some(&path("d"))).unwrap().is_some(), "found by its path");
+        let handed = sockets.hand_over_named(&mut PassedFds::default()).unwrap();
+        assert!(handed.iter().map(|(name, _)| name.as_str()).eq(["vm1", "unit"]), "{handed:?}");
+        let is_right = |state: &EndpointState| {
+            matches!(state, EndpointState::Inherited { was_blocking: false, .. })
+        };
+        assert!(handed.iter().all(|(_, state)| is_right(state)), "the manager set it so");
+        let endpoint = sockets.listener("vm1", &path("a")).unwrap().unwrap();
+        for _ in 0..2 {
+            unnamed.remember("vm1", &endpoint).unwrap();
+            assert_eq!(unnamed.named.lock().len(), 2, "once");
+        }
+    }
+
+    #[test]
+    fn the_socket_of_an_option_has_one_number() {
+        let endpoint = || Endpoint::Connection(std::os::unix::net::UnixStream::pair().unwrap().0);
+        let sockets = InheritedSockets::from((5, endpoint()));
+        let handed = |fd| sockets.hand_over(fd, &mut PassedFds::default()).unwrap().is_some();
+        for fd in 4..7 {
+            assert_eq!((sockets.has(fd), handed(fd)), (fd == 5, fd == 5), "{fd}");
+        }
+        assert!(sockets.take().is_some() && !sockets.has(5) && sockets.take().is_none());
+        sockets.put(7, endpoint());
+        assert!(sockets.has(7) && sockets.take().is_some());
     }
 }

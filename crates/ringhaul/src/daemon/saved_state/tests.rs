@@ -441,3 +441,47 @@ fn a_state_file_of_strangers_is_refused() {
         assert!(error.contains("belongs to another user"), "{error}");
     }
 }
+
+/// A restart would undo the change otherwise.
+#[test]
+fn commands_that_change_a_part_of_the_daemon_are_kept() {
+    let place = UnitPlace { target: 3, lun: 5 };
+    let disk = |place| Some(ChangedPart::Disk("vm".to_owned(), place));
+    let limits = json!({ "limits": { "iops-total": 7 } });
+    let change = SettingsChange { poll_max_us: Some(7), ..SettingsChange::default() };
+    let unit = json!({ "target": 3, "lun": 5, "disk": "/disk" });
+    for (command, part) in [
+        (json!({ "add-unit": ["vm", unit] }), disk(Some(place))),
+        (json!({ "remove-unit": ["vm", { "target": 3, "lun": 5 }] }), disk(Some(place))),
+        (json!({ "set-disk": ["vm", { "target": 3, "lun": 5 }, limits] }), disk(Some(place))),
+        (json!({ "set-disk": ["vm", null, limits] }), disk(None)),
+        (json!({ "set-disk": ["vm", null, {}] }), None),
+        (json!({ "set": { "poll-max-us": 7 } }), Some(ChangedPart::Settings(change))),
+        (json!({ "set": {} }), None),
+        (json!({ "remove": { "export": "vm" } }), {
+            Some(ChangedPart::Exports(vec!["vm".to_owned()]))
+        }),
+    ] {
+        let parsed: Command = serde_json::from_value(command.clone()).unwrap();
+        assert_eq!(ChangedPart::of_command(&parsed), part, "{command}");
+    }
+}
+
+#[test]
+fn the_state_is_beside_the_control_socket_unless_an_option_or_the_manager_says_where() {
+    let of = |state: Option<&str>, control: Option<&str>, folders: &str| {
+        let place = place_in(state.map(Path::new), control.map(Path::new), folders.as_ref());
+        place.unwrap().map(|path| path.display().to_string())
+    };
+    let control = Some("/run/vm/control");
+    for (state, control, folders, expected) in [
+        (None, control, "", Some("/run/vm/control.state")),
+        (None, control, "/var/lib/a:/var/lib/b", Some("/var/lib/a/control.state")),
+        (None, control, "relative", Some("/run/vm/control.state")),
+        (None, None, "/var/lib/a", None),
+        (Some("/s"), control, "/var/lib/a", Some("/s")),
+        (Some("none"), control, "/var/lib/a", None),
+    ] {
+        assert_eq!(of(state, control, folders).as_deref(), expected, "{folders}");
+    }
+}
