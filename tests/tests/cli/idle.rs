@@ -1,10 +1,12 @@
 //! A daemon without work sleeps, and misses nothing.
 
 use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, ringhaul, run};
+use ringhaul_kit::cli::{LIMIT, READY, Running, ringhaul, run};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::rest::wait_for_rest;
 use ringhaul_tools::process::retry;
@@ -55,6 +57,38 @@ fn a_daemon_without_work_does_not_wake() -> Result<()> {
     wait_for_rest(daemon.pid(), "")?;
     daemon.signal(Signal::TERM)?;
     drop(frontend);
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+/// No thread wakes, so the idle daemon takes no CPU time: with the metrics of as many exports, and
+/// after a scrape of them.
+#[test]
+fn many_exports_with_metrics_do_not_wake() -> Result<()> {
+    const EXPORTS: usize = 256;
+    let folders = test_folders()?;
+    let metrics = folders.socket("metrics");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--control"]).arg(folders.socket("control"));
+    command.arg("--metrics").arg(format!("unix:{}", metrics.display()));
+    for number in 0..EXPORTS {
+        let socket = folders.socket(&number.to_string());
+        let disk = folders.disk(&format!("{number}.img"), MIB)?;
+        let export = format!("socket-path={},blk-file={}", socket.display(), disk.display());
+        command.args(["--export", &export]);
+    }
+    let mut daemon = Running::start(&mut command)?;
+    for _ in 0..EXPORTS {
+        daemon.wait_for(READY)?;
+    }
+    let mut stream = UnixStream::connect(&metrics)?;
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page)?;
+    let exports = page.matches("ringhaul_export_connected{").count();
+    ensure!(exports == EXPORTS, "{exports} exports in the metrics");
+    wait_for_rest(daemon.pid(), "")?;
+    daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
 }
