@@ -259,6 +259,7 @@ fn a_daemon_without_free_descriptors_keeps_serving() -> Result<()> {
     check(&mut frontend, 1)?;
     let process = daemon.pid();
     for seed in 2..5 {
+        let before = open_fds(process)?.len();
         let mut client = Client::new(&folders)?;
         client.call("ping", &json!({}))?;
         // The limit applies to numbers, and the open numbers may have gaps.
@@ -274,6 +275,13 @@ fn a_daemon_without_free_descriptors_keeps_serving() -> Result<()> {
         let message = refused["error"]["message"].as_str().context("it was not refused")?;
         ensure!(message.contains("cannot hand over sessions: Too many open files"), "{message}");
         check(&mut frontend, seed)?;
+        drop(client);
+        // Once closed, it would leave a number for the next hand-over.
+        retry(LIMIT, || {
+            let open = open_fds(process)?.len();
+            ensure!(open <= before, "{open} descriptors, and {before} before");
+            Ok(())
+        })?;
     }
     let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for(TAKEN)?;
