@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read, pipe};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::wait_child;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 use tempfile::TempDir;
 
 use crate::server::ringhaul_binary;
@@ -112,6 +113,38 @@ impl TestFolders {
     pub fn socket(&self, name: &str) -> PathBuf {
         self.sockets.path().join(name)
     }
+}
+
+impl Drop for TestFolders {
+    /// Ends daemons that serve at these folders. The successor in an upgrade is no child of a test,
+    /// and would outlive one that fails.
+    fn drop(&mut self) {
+        for folder in [&self.disks, &self.sockets] {
+            for (process, command) in daemons_of(folder.path()) {
+                eprintln!("--- the test has left a daemon, which is ended: {command} ---");
+                // It may have ended.
+                let _ = pidfd_send_signal(&process, Signal::KILL);
+                let limit = LIMIT.try_into().expect("a minute is a short time");
+                let _ = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit));
+            }
+        }
+    }
+}
+
+/// The processes of Ringhaul that have a path below `folder` in their command lines.
+fn daemons_of(folder: &Path) -> Vec<(OwnedFd, String)> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let found = numbers.filter_map(|number: i32| {
+        // The number is that of the same process as long as this is open.
+        let process = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
+        let command = std::fs::read_to_string(format!("/proc/{number}/cmdline")).ok()?;
+        let command = command.replace('\0', " ");
+        let program = std::fs::read_link(format!("/proc/{number}/exe")).ok()?;
+        let is_ours = program.file_name()? == "ringhaul" && command.contains(folder.to_str()?);
+        is_ours.then_some((process, command))
+    });
+    found.collect()
 }
 
 /// The folder of all disks of tests that have [`TestFolders`].

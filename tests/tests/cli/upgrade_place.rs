@@ -14,8 +14,9 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, ringhaul, ringhaul_under, run};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::can_change_system;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use rustix::process::{Pid, PidfdFlags, Signal, getegid, geteuid, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, getegid, geteuid, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use super::control::Client;
@@ -180,6 +181,30 @@ fn a_successor_outlives_a_killed_caller() -> Result<()> {
     ensure!(process(&control)? != old, "the old process serves");
     Client::new(&control)?.call("shutdown", &json!({}))?;
     daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
+#[test]
+fn a_successor_does_not_outlive_its_test() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let mut command = ringhaul()?;
+    command.args(["serve", "--device", "scsi", "--lun", "0,null=1M", "--socket-path"]);
+    command.arg(folders.socket("vm.sock")).arg("--control").arg(&control);
+    let daemon = Running::serve(&mut command)?;
+    let end = End(&control);
+    let mut ctl = ringhaul()?;
+    ctl.args(["ctl", "--control"]).arg(&control).arg("upgrade").arg(ringhaul_binary()?);
+    run(&mut ctl)?.expect_code(0)?;
+    let successor = Pid::from_raw(process(&control)?.try_into()?).context("no process")?;
+    let successor = pidfd_open(successor, PidfdFlags::empty())?;
+    // The end of a test that fails.
+    std::mem::forget(end);
+    drop((daemon, folders));
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let ended = poll(&mut [PollFd::new(&successor, PollFlags::IN)], Some(&at_once));
+    let _ = pidfd_send_signal(&successor, Signal::KILL);
+    ensure!(ended == Ok(1), "it was still there");
     Ok(())
 }
 
