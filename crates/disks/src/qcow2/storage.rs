@@ -556,11 +556,16 @@ mod tests {
         let is_right = matches!(&journal[..], [Event::Flush, Event::Write(0, _), Event::Flush]);
         assert!(is_right, "{} events", journal.len());
         detach();
-        // The first flush fails.
+        // The first flush fails, and in the next try the second one.
         let (thread, end, store, _) = scene();
-        end.have_some_fail(3);
-        thread.block_on(store.write_header(&[1; 512], 0)).unwrap().unwrap_err();
-        assert!(end.journal().is_empty());
+        let fail = || thread.block_on(store.write_header(&[1; 512], 0)).unwrap().unwrap_err();
+        end.have_some_fail(4);
+        assert!(fail().raw_os_error() == Some(libc::EIO) && end.journal().is_empty());
+        thread.block_on(store.sync()).unwrap().unwrap();
+        assert_eq!(fail().raw_os_error(), Some(libc::EIO));
+        let journal = end.journal();
+        let is_right = matches!(&journal[1..], [Event::Flush, Event::Write(0, _)]);
+        assert!(is_right, "{} events", journal.len());
         detach();
     }
 

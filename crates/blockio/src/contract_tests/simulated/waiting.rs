@@ -318,7 +318,8 @@ fn a_write_that_is_held_is_not_made_before_its_queue_goes_on() {
 #[test]
 fn a_write_that_nothing_can_make_good_is_not_tried_again() {
     let (eio, ok) = ((Err(Some(libc::EIO)), false), (Ok(()), true));
-    for (over_part, fua) in [(false, false), (false, true), (true, false), (true, true)] {
+    for case in 0..8 {
+        let [over_part, is_limited, fua] = [1, 2, 4].map(|bit| case & bit != 0);
         let start = Instant::now();
         let (until, now) = (start + Duration::from_millis(2500), Cell::new(start));
         let _installed = install(Rc::new(FullDisk { until, now, writes: Cell::new(0) }));
@@ -327,6 +328,10 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
         let source = simulated_file(&file, false);
         let source = if over_part { DiskSource::raw(source, 0, None).unwrap() } else { source };
         source.set_error_policy(ErrorPolicy { write: ErrorAction::Retry, ..Default::default() });
+        if is_limited {
+            // Far above the write, which then goes another way.
+            source.set_limits(&Limits { bytes: per_second(1 << 40), ..Limits::default() }).unwrap();
+        }
         source.hand_over().inherit(Some(libc::EIO), false);
         let disk = source.attach(thread.io());
         let result = thread.block_on(async {
@@ -341,6 +346,6 @@ fn a_write_that_nothing_can_make_good_is_not_tried_again() {
             };
             join(write, ends).await.0
         });
-        assert_eq!(result.unwrap(), if fua { eio } else { ok }, "{over_part}");
+        assert_eq!(result.unwrap(), if fua { eio } else { ok }, "{case}");
     }
 }
