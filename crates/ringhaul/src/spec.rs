@@ -545,4 +545,89 @@ mod validation_tests {
             assert!(is_right, "{device}: {error:?}");
         }
     }
+
+    /// An export with these keys beside the necessary ones.
+    fn written(keys: &serde_json::Value) -> serde_json::Value {
+        let mut all = serde_json::json!({
+            "endpoint": { "path": "/vm" }, "device": { "blk": { "null": { "size-bytes": 4096 } } },
+        });
+        let keys = keys.as_object().unwrap().clone();
+        all.as_object_mut().unwrap().extend(keys);
+        all
+    }
+
+    #[test]
+    fn a_key_that_is_left_out_has_the_usual_value() {
+        let usual = serde_json::json!({
+            "read-only": true, "no-lock": true, "late-lock": true, "in-order": true,
+            "cache": "writeback", "serial": "usual", "logical-block-bytes": 4096,
+            "num-queues": 7, "queue-size": 64, "iothread": 2, "notify-batch": false,
+            "prefetch": false, "run-max": 3, "fixed-buffers": true,
+            "limits": { "iops-total": 5 }, "rerror": "retry", "werror": "hold", "files": [],
+        });
+        let own = serde_json::json!({
+            "read-only": false, "no-lock": false, "late-lock": false, "in-order": false,
+            "cache": "none", "serial": "own", "logical-block-bytes": 512, "num-queues": 8,
+            "queue-size": 32, "iothread": 3, "notify-batch": true, "prefetch": true, "run-max": 4,
+            "fixed-buffers": false, "limits": { "iops-total": 6 }, "rerror": "report",
+            "werror": "report",
+        });
+        let read = |keys| serde_json::from_value::<ExportSpec>(written(&keys)).unwrap();
+        let settings = read(usual.clone()).settings;
+        let filled = |keys: &serde_json::Value| {
+            let spec: WrittenExport = serde_json::from_value(written(keys)).unwrap();
+            spec.with_defaults(&settings).settings
+        };
+        assert_eq!(filled(&serde_json::json!({})), settings);
+        for (key, value) in own.as_object().unwrap() {
+            let mut all = usual.clone();
+            all[key] = value.clone();
+            assert_eq!(filled(&serde_json::json!({ key: value })), read(all).settings, "{key}");
+        }
+    }
+
+    #[test]
+    fn bounds_are_allowed_and_numbers_beyond_them_are_not() {
+        let scsi = |units: &str| -> serde_json::Value {
+            serde_json::from_str(&format!(r#"{{"device": {{"scsi": [{units}]}}}}"#)).unwrap()
+        };
+        let unit = |lun: u16, rest: &str| {
+            format!(r#"{{"lun": {lun}, "disk": {{"null": {{"size-bytes": 512}}}}{rest}}}"#)
+        };
+        let serial = |bytes| format!(r#", "settings": {{"serial": "{}"}}"#, "x".repeat(bytes));
+        let mut large = scsi(&unit(0, ""));
+        large["logical-block-bytes"] = 4096.into();
+        for (keys, is_good) in [
+            (serde_json::json!({ "run-max": RUN_MAX }), true),
+            (serde_json::json!({ "run-max": RUN_MAX.get() + 1 }), false),
+            (serde_json::json!({ "queue-size": 4 }), true),
+            (serde_json::json!({ "queue-size": 2 }), false),
+            (serde_json::json!({ "queue-size": 1024 }), true),
+            (serde_json::json!({ "late-lock": true, "no-lock": true }), false),
+            (serde_json::json!({ "iothread": 0 }), true),
+            (serde_json::json!({ "iothread": 1 }), false),
+            (serde_json::json!({ "rerror": "hold" }), false),
+            (serde_json::json!({ "endpoint": { "path": "" } }), false),
+            (scsi(&unit(16_383, "")), true),
+            (scsi(&unit(16_384, "")), false),
+            (scsi(&[unit(1, ""), unit(1, "")].join(",")), false),
+            (scsi(&unit(1, &serial(36))), true),
+            (scsi(&unit(1, &serial(37))), false),
+            (scsi(&unit(1, r#", "settings": {"rerror": "hold"}"#)), false),
+            (large, false),
+        ] {
+            let spec: ExportSpec = serde_json::from_value(written(&keys)).unwrap();
+            let checked = spec.check(1);
+            assert_eq!(checked.is_ok(), is_good, "{keys}: {checked:?}");
+        }
+    }
+
+    #[test]
+    fn a_summary_names_the_socket_beside_the_name() {
+        let keys = serde_json::json!({ "name": "a", "read-only": true });
+        let spec: ExportSpec = serde_json::from_value(written(&keys)).unwrap();
+        let summary = spec.summary();
+        assert!(summary.starts_with("a on /vm: virtio-blk, "), "{summary}");
+        assert!(summary.ends_with(", read-only"), "{summary}");
+    }
 }

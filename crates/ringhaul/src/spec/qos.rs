@@ -414,4 +414,35 @@ mod tests {
         assert_eq!(limits(&one), rate(5));
         assert_eq!(one.limits().requests.total, None, "its own limit would hold as well");
     }
+
+    #[test]
+    fn each_part_of_a_change_counts() {
+        let change = |text: &str| -> QosChange { serde_json::from_str(text).unwrap() };
+        for (text, is_empty) in [
+            ("{}", true),
+            (r#"{"limits": {}}"#, true),
+            (r#"{"limits": {"iops-total": 0}}"#, false),
+            (r#"{"rerror": "report"}"#, false),
+            (r#"{"werror": "report"}"#, false),
+        ] {
+            assert_eq!(change(text).is_empty(), is_empty, "{text}");
+        }
+        let rules = |rerror, werror| QosSpec { rerror, werror, ..QosSpec::default() };
+        let before = rules(OnError::Retry, OnError::Hold);
+        assert_eq!(before.with_change(&change("{}")), before);
+        let after = rules(OnError::Report, OnError::HoldBriefly);
+        let diff = QosChange::diff(&before, &after);
+        assert_eq!(before.with_change(&diff), after);
+        assert!(QosChange::diff(&before, &before).is_empty());
+        let (read, write) = (OnError::from(OnReadError::Retry), OnError::from(OnReadError::Report));
+        assert_eq!((read, write), (OnError::Retry, OnError::Report));
+        for (word, action) in [
+            (OnError::Report, ErrorAction::Report),
+            (OnError::Retry, ErrorAction::Retry),
+            (OnError::Hold, ErrorAction::Hold),
+            (OnError::HoldBriefly, ErrorAction::HoldBriefly),
+        ] {
+            assert_eq!(word.action(), action);
+        }
+    }
 }

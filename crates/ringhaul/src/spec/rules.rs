@@ -127,6 +127,7 @@ mod tests {
     use blockio::{DiskOptions, DiskSource};
 
     use super::*;
+    use crate::spec::qos::OnError;
 
     fn limits(group: &str, iops_total: u64) -> LimitSpec {
         let (group, iops_total) = (Some(group.to_owned()), Some(iops_total));
@@ -159,5 +160,47 @@ mod tests {
         spec.fill_limits(&groups);
         assert_eq!(all(&spec), [limits("a", 7), limits("a", 7), limits("b", 9)]);
         drop(members);
+    }
+
+    #[test]
+    fn the_rules_of_a_unit_are_beside_the_usual_ones() {
+        let usual = |iops_total| {
+            let limits = LimitSpec { iops_total: Some(iops_total), ..LimitSpec::default() };
+            QosSpec { limits, ..QosSpec::default() }
+        };
+        let rules = QosSpec { rerror: OnError::Retry, werror: OnError::Report, ..usual(7) };
+        let reads = LimitSpec { iops_read: Some(9), ..LimitSpec::default() };
+        for usual in [usual(7), QosSpec { limits: reads, ..QosSpec::default() }] {
+            let mut settings = UnitSettings::default();
+            settings.set_rules(&rules, &usual);
+            assert_eq!(settings.rules(&usual), rules);
+        }
+        for (own, expected) in [(None, None), (Some(3), Some(3))] {
+            let named = own.map(|iops| LimitSpec { group: None, ..limits("", iops) });
+            let mut settings = UnitSettings { limits: named, ..UnitSettings::default() };
+            let of_group = QosSpec { limits: limits("a", 3), ..rules.clone() };
+            settings.set_rules_in_full(&of_group);
+            let full = settings.limits.clone().unwrap();
+            assert_eq!((full.group.as_deref(), full.iops_total), (Some("a"), expected));
+            assert_eq!((settings.rerror, settings.werror), {
+                (Some(OnError::Retry), Some(OnError::Report))
+            });
+        }
+    }
+
+    #[test]
+    fn an_export_and_a_unit_are_known_by_all_that_commands_cannot_change() {
+        let export = |text: &str| -> ExportSpec { serde_json::from_str(text).unwrap() };
+        let ours = r#"{"name": "a", "endpoint": {"path": "/a"}, "device": {"blk": "/d"}}"#;
+        for (word, other) in [("/a", "/b"), ("/d", "/e"), (r#""a""#, r#""b""#)] {
+            assert!(!matches_export(&export(ours), &export(&ours.replace(word, other))), "{word}");
+        }
+        assert!(matches_export(&export(ours), &export(ours)));
+        let unit = |text: &str| -> UnitSpec { serde_json::from_str(text).unwrap() };
+        let ours = r#"{"lun": 1, "disk": "/d", "settings": {"serial": "s"}}"#;
+        for (word, other) in [("1", "2"), ("/d", "/e"), (r#""s""#, r#""t""#)] {
+            assert!(!matches_unit(&unit(ours), &unit(&ours.replace(word, other))), "{word}");
+        }
+        assert!(matches_unit(&unit(ours), &unit(ours)));
     }
 }

@@ -116,4 +116,23 @@ mod tests {
         let error = unknown.unwrap_err().to_string();
         assert!(error.contains("`log`, `poll-max-us`, `poll-budget`"), "{error}");
     }
+
+    #[test]
+    fn a_later_change_has_precedence_and_bounds_are_allowed() {
+        let change = |number: u64| SettingsChange {
+            log: Some(number.to_string()),
+            poll_max_us: Some(number),
+            poll_budget: Some(number),
+        };
+        let mut sum = change(1);
+        sum.add(&SettingsChange::default());
+        assert_eq!(sum, change(1));
+        sum.add(&change(2));
+        assert_eq!(sum, change(2));
+        let mut limits = PollLimits { max_us: 32, budget_percent: 50 };
+        let most = SettingsChange { log: None, poll_max_us: Some(10_000), poll_budget: Some(100) };
+        most.apply(&mut limits).unwrap();
+        let settings = Settings::from_limits(limits);
+        assert_eq!((settings.poll_max_us, settings.poll_budget), (10_000, 100));
+    }
 }

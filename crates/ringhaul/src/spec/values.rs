@@ -169,4 +169,34 @@ mod tests {
             assert!(bad.parse::<MetricsAddress>().is_err(), "{bad}");
         }
     }
+
+    #[test]
+    fn each_cache_mode_has_its_name_its_file_and_its_flushes() {
+        for (mode, name, is_direct, has_write_cache) in [
+            (CacheMode::None, "none", true, true),
+            (CacheMode::Directsync, "directsync", true, false),
+            (CacheMode::Writeback, "writeback", false, true),
+            (CacheMode::Writethrough, "writethrough", false, false),
+        ] {
+            assert_eq!(mode.name(), name);
+            assert_eq!((mode.is_direct(), mode.has_write_cache()), (is_direct, has_write_cache));
+        }
+    }
+
+    #[test]
+    fn texts_for_the_guest_have_bounds() {
+        for (text, is_good) in
+            [("abc ~", true), ("abcdef", false), ("\x7f", false), ("\x1f", false)]
+        {
+            assert_eq!(check_text(text, 5).is_ok(), is_good, "{text:?}");
+        }
+        for (text, is_good) in [
+            ("2000000000000001", true),
+            ("0x5000000000000001", true),
+            ("6000000000000001", false),
+            ("200000000000001", false),
+        ] {
+            assert_eq!(Wwn::try_from(text.to_owned()).is_ok(), is_good, "{text}");
+        }
+    }
 }
