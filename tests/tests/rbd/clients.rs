@@ -250,6 +250,47 @@ pub(super) fn lock_of_a_killed_daemon(scene: &mut Scene) -> Result<()> {
     scene.serve("dead", &disk, &[])?.end()
 }
 
+/// A guest moves between two daemons that open the image early: the lock follows the queues that
+/// run, and neither daemon writes beside the other.
+pub(super) fn lock_moves_with_a_guest(scene: &mut Scene) -> Result<()> {
+    let disk = scene.image("moved")? + ",exclusive=on";
+    let serve = |scene: &Scene, name| scene.serve(name, &disk, &["--lock", "late"]);
+    let mut source = serve(scene, "moved-from")?;
+    let mut target = serve(scene, "moved-to")?;
+    let owner = || scene.cluster.tool("rbd", &["lock", "ls", "moved"]);
+    ensure!(owner()?.is_empty(), "a daemon without a guest has the lock");
+    let [first, second, third] = [1, 2, 3].map(|seed| pattern(seed, 4096));
+    let mut guest = source.connect()?;
+    guest.write(0, 0, &first)?;
+    let of_source = owner()?;
+    ensure!(of_source.contains("There is 1 exclusive lock"), "{of_source}");
+
+    // The move is cancelled, or its target dies: the source still has the lock.
+    ensure!(target.connect().is_err(), "two guests run");
+    guest.write(0, 8, &second)?;
+    ensure!(owner()? == of_source, "the lock has moved");
+    target.daemon.signal(Signal::KILL)?;
+    target.daemon.finish()?;
+    std::fs::remove_file(&target.socket).context("removing a socket")?;
+    guest.write(0, 16, &third)?;
+    let target = serve(scene, "moved-to")?;
+
+    drop(guest);
+    let mut guest = target.connect()?;
+    ensure!(owner()? != of_source, "the lock has not moved");
+    for (sector, data) in [(0, &first), (8, &second), (16, &third)] {
+        ensure!(guest.read(0, sector, 4096)? == *data, "old data at sector {sector}");
+    }
+    ensure!(source.connect().is_err(), "two guests run");
+    guest.write(0, 0, &second)?;
+    source.daemon.signal(Signal::KILL)?;
+    source.daemon.finish()?;
+    guest.write(0, 8, &third)?;
+    ensure!(guest.read(0, 0, 4096)? == second, "another client has written");
+    drop(guest);
+    target.end()
+}
+
 /// A client that the cluster has locked out gets errors, never silence. Its flushes fail until it
 /// opens the image again. Its other images are served as before.
 pub(super) fn is_locked_out(scene: &mut Scene) -> Result<()> {

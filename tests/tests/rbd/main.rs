@@ -129,6 +129,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("an end is passed on while a lock is left", clients::end_is_passed_on),
         ("a lock that is kept", clients::lock_is_kept),
         ("a lock that a dead one has", clients::lock_of_a_killed_daemon),
+        ("the lock moves with a guest", clients::lock_moves_with_a_guest),
         ("a client is locked out", clients::is_locked_out),
         ("requests wait for an OSD", outage::requests_wait),
         ("memory of what was given up", outage::failed_read_fills_no_memory),
