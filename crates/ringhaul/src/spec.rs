@@ -559,21 +559,24 @@ mod validation_tests {
     #[test]
     fn a_key_that_is_left_out_has_the_usual_value() {
         let usual = serde_json::json!({
-            "read-only": true, "no-lock": true, "late-lock": true, "in-order": true,
+            "read-only": true, "no-lock": false, "late-lock": true, "in-order": true,
             "cache": "writeback", "serial": "usual", "logical-block-bytes": 4096,
             "num-queues": 7, "queue-size": 64, "iothread": 2, "notify-batch": false,
-            "prefetch": false, "run-max": 3, "fixed-buffers": true,
+            "prefetch": true, "run-max": 3, "fixed-buffers": true,
             "limits": { "iops-total": 5 }, "rerror": "retry", "werror": "hold", "files": [],
         });
         let own = serde_json::json!({
-            "read-only": false, "no-lock": false, "late-lock": false, "in-order": false,
+            "read-only": false, "no-lock": true, "late-lock": false, "in-order": false,
             "cache": "none", "serial": "own", "logical-block-bytes": 512, "num-queues": 8,
-            "queue-size": 32, "iothread": 3, "notify-batch": true, "prefetch": true, "run-max": 4,
+            "queue-size": 32, "iothread": 3, "notify-batch": true, "prefetch": false, "run-max": 4,
             "fixed-buffers": false, "limits": { "iops-total": 6 }, "rerror": "report",
             "werror": "report",
         });
         let read = |keys| serde_json::from_value::<ExportSpec>(written(&keys)).unwrap();
         let settings = read(usual.clone()).settings;
+        assert!(settings.opens_unlocked(), "its lock comes late");
+        let shown = serde_json::to_value(&settings).unwrap();
+        assert!(usual.as_object().unwrap().iter().all(|(key, value)| shown[key] == *value));
         let filled = |keys: &serde_json::Value| {
             let spec: WrittenExport = serde_json::from_value(written(keys)).unwrap();
             spec.with_defaults(&settings).settings
