@@ -73,6 +73,14 @@ impl Killed {
     }
 }
 
+fn begin(successor: &mut Successor, format: u32, takes_stashes: bool) -> Result<()> {
+    let message = json!({ "formats": [format], "inflight-versions": [1], "version": "test",
+        "takes-stashes": takes_stashes });
+    let described = successor.call("takeover", &message)?;
+    ensure!(described["error"].is_null(), "{described}");
+    Ok(())
+}
+
 fn ctl(control: &Path, words: &[&str]) -> Result<String> {
     let done = run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))?;
     Ok(done.expect_code(0)?.stdout)
@@ -118,10 +126,13 @@ fn an_upgrade_leaves_the_descriptors_of_a_session_stored() -> Result<()> {
     manager.wait_stored(&[])
 }
 
-/// A new process of an earlier format stores the descriptors again, under the same names.
+/// A new process of an earlier format stores the descriptors again, under the same names. One
+/// without a service manager could not have them forgotten.
 #[test]
 fn only_a_new_process_with_the_stash_leaves_it_stored() -> Result<()> {
-    for (format, stored) in [(8, &[][..]), (9, &["rh-0"])] {
+    for (format, takes_stashes, stored) in
+        [(8, true, &[][..]), (9, false, &[]), (9, true, &["rh-0"])]
+    {
         let folders = test_folders()?;
         folders.disk("vm.img", DISK_BYTES)?;
         let mut command = ringhaul()?;
@@ -131,7 +142,7 @@ fn only_a_new_process_with_the_stash_leaves_it_stored() -> Result<()> {
         let _frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
         manager.wait_stored(&["rh-0"])?;
         let mut successor = Successor::new(&folders)?;
-        successor.begin_in(format)?;
+        begin(&mut successor, format, takes_stashes)?;
         let paused = successor.call("takeover.pause", &json!({}))?;
         let stash = &paused["result"]["says"]["exports"][0]["stash"]["name"];
         ensure!(stored.first().map_or(stash.is_null(), |name| stash == name), "{paused}");
@@ -143,6 +154,68 @@ fn only_a_new_process_with_the_stash_leaves_it_stored() -> Result<()> {
         manager.wait_stored(stored)?;
     }
     Ok(())
+}
+
+/// A terminal may be the parent of the new process. A stash that stays would keep the connection
+/// open without a process.
+#[test]
+fn a_new_process_that_keeps_no_session_leaves_none_stored() -> Result<()> {
+    for has_manager in [false, true] {
+        let folders = test_folders()?;
+        let disk = folders.disk("vm.img", DISK_BYTES)?;
+        let (mut command, path) = (ringhaul()?, folders.socket("manager"));
+        let manager = ServiceManager::listen(&path, &mut command)?;
+        command.env("FDSTORE", "8").args(["serve", "--engine", "threads", "--name", "vm"]);
+        command.arg("--socket-path").arg(folders.socket("vm.sock")).arg("--blk-file").arg(disk);
+        command.arg("--control").arg(folders.socket("control"));
+        let old = Running::serve(&mut command)?;
+        let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+        frontend.write(0, 8, &[5; 4096])?;
+        manager.wait_stored(&["rh-0"])?;
+        let mut command = taking_over(&folders)?;
+        command.env_remove("FDSTORE").env_remove("NOTIFY_SOCKET");
+        if has_manager {
+            // It states no limit, so that the daemon stores nothing.
+            command.env("NOTIFY_SOCKET", &path);
+        }
+        let mut new = Running::start(&mut command)?;
+        new.wait_for("took over")?;
+        old.finish()?.expect_code(0)?;
+        manager.wait_stored(&[])?;
+        ensure!(frontend.read(0, 8, 4096)? == [5; 4096], "its queues have not resumed");
+        new.signal(Signal::TERM)?;
+        new.finish()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+/// The old process stores a session again when it resumes, and the next takeover must know of that.
+#[test]
+fn a_takeover_that_fails_leaves_one_stash_to_the_next_one() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("vm.img", DISK_BYTES)?;
+    let mut command = ringhaul()?;
+    let manager = ServiceManager::listen(&folders.socket("manager"), &mut command)?;
+    complete(&folders, command.arg("serve"))?;
+    let mut daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    manager.wait_stored(&["rh-0"])?;
+    let pause = |name: &str| {
+        let mut successor = Successor::new(&folders)?;
+        begin(&mut successor, 9, true)?;
+        let paused = successor.call("takeover.pause", &json!({}))?;
+        let stash = &paused["result"]["says"]["exports"][0]["stash"]["name"];
+        ensure!(stash == name, "{paused}");
+        Ok(successor)
+    };
+    drop(pause("rh-0")?);
+    daemon.wait_for("does not take over")?;
+    frontend.write(0, 8, &[5; 4096])?;
+    manager.wait_stored(&["rh-1"])?;
+    let taken = pause("rh-1")?.call("takeover.take", &json!({}))?;
+    ensure!(taken["error"].is_null(), "{taken}");
+    daemon.finish()?.expect_code(0)?;
+    manager.wait_stored(&["rh-1"])
 }
 
 /// The kills are spread over the time that a takeover takes.

@@ -48,6 +48,9 @@ pub(crate) struct Begin {
     /// True if the new process takes passed sockets that no export has.
     #[serde(default)]
     pub(crate) takes_sockets: bool,
+    /// True if the new process can tell the service manager to forget a stash.
+    #[serde(default)]
+    pub(crate) takes_stashes: bool,
 }
 
 /// A listening socket of a service manager that no export has.
@@ -122,10 +125,15 @@ pub(crate) struct PausedState {
 }
 
 impl PausedState {
+    /// Leaves out the stored descriptors, which this process has the service manager forget.
+    pub(crate) fn forget_stashes(&mut self) {
+        self.exports.iter_mut().for_each(ExportProgress::forget_stash);
+    }
+
     /// Leaves out the parts that a process of this format does not understand.
     pub(crate) fn for_format(mut self, format: u32) -> Self {
         if format <= WITHOUT_STASHES {
-            self.exports.iter_mut().for_each(ExportProgress::forget_stash);
+            self.forget_stashes();
         }
         if format <= WITHOUT_COUNTERS {
             (self.failed_takeovers, self.iothreads) = (None, Vec::new());

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Weak;
 
+use rustix::net::sockopt::socket_cookie;
 use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
 
 use super::record::{self, Record, RecordFile};
@@ -29,6 +30,8 @@ pub(crate) struct Kept {
     stash: Stash,
     /// The descriptors of the last state, and of the one that has begun.
     known: HashMap<RawFd, Number>,
+    /// The sockets of earlier processes, by their cookies. A stash never drops a socket.
+    sockets: HashMap<u64, Number>,
 }
 
 impl Keeper {
@@ -59,7 +62,7 @@ impl Kept {
     pub(super) fn new(mut stash: Stash) -> io::Result<Self> {
         let file = RecordFile::new()?;
         let record = stash.put(file.as_fd())?;
-        Ok(Self { file, record, stash, known: HashMap::new() })
+        Ok(Self { file, record, stash, known: HashMap::new(), sockets: HashMap::new() })
     }
 
     /// Continues the stash of another process, which is stored under this name. Returns its other
@@ -77,7 +80,15 @@ impl Kept {
         let first = fds.pop_first();
         let (record, file) = first.ok_or_else(|| io::Error::other("its record is missing"))?;
         let file = RecordFile::open(file);
-        Ok((Self { file, record, stash, known: HashMap::new() }, fds))
+        let cookie = |(number, fd): (&Number, &OwnedFd)| Some((socket_cookie(fd).ok()?, *number));
+        let sockets = fds.iter().filter_map(cookie).collect();
+        Ok((Self { file, record, stash, known: HashMap::new(), sockets }, fds))
+    }
+
+    /// Puts a descriptor in, unless it is that of a socket which an earlier process has put in.
+    fn put(&mut self, fd: BorrowedFd<'_>) -> io::Result<Number> {
+        let earlier = socket_cookie(fd).ok().and_then(|cookie| self.sockets.get(&cookie));
+        earlier.map_or_else(|| self.stash.put(fd), |number| Ok(*number))
     }
 
     /// The last state of the session, unless there was none.
@@ -119,7 +130,7 @@ impl FdSink for Keeper {
     fn put_new(&mut self, _: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
         let raw = fd.as_raw_fd();
         let Some(kept) = &mut self.kept else { return Ok(self.put_number(raw, 0)) };
-        let number = kept.stash.put(fd)?;
+        let number = kept.put(fd)?;
         kept.known.insert(raw, number);
         Ok(self.put_number(raw, number))
     }

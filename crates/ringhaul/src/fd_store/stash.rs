@@ -159,6 +159,8 @@ impl Stash {
         let (inlet, outlet) = if has_unread(&one)? { (other, one) } else { (one, other) };
         let mut stash = Self::from_ends(name, inlet, outlet);
         let fds = stash.compact(|_| true)?;
+        // The next state drops the descriptors of the earlier process.
+        stash.messages = MESSAGES_MAX + 1;
         Ok((stash, fds))
     }
 

@@ -274,6 +274,36 @@ fn a_session_that_is_handed_over_stays_in_its_stash() {
     check(2, 4);
 }
 
+/// Descriptors of earlier processes would keep a guest's old memory, and reach the limit on
+/// descriptors in sockets.
+#[test]
+fn a_stash_does_not_grow_from_process_to_process() {
+    let stash = Stash::new_unstored("rh-1".to_owned()).unwrap();
+    let ends = stash.copies();
+    let open = || {
+        let ends = ends.iter().map(|end| end.try_clone().unwrap()).collect();
+        Kept::open("rh-1".to_owned(), ends).unwrap()
+    };
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let device = export(DeviceSpec::Blk(disk(512)));
+    let mut kept = Kept::new(stash).unwrap();
+    for process in 1..5 {
+        let (file, connection) = (counted(process), socket.try_clone().unwrap());
+        let mut keeper = Keeper::new(kept, device.clone());
+        keeper.begin();
+        let _ = keeper.put("connection", connection.as_fd()).unwrap();
+        let _ = keeper.put("kick", file.as_fd()).unwrap();
+        keeper.keep(Ok(session(&[])));
+        let others;
+        (kept, others) = open();
+        let passed = ends.iter().map(|end| ("rh-1".to_owned(), end.try_clone().unwrap()));
+        let mut found = super::passed::sessions(passed.collect());
+        let kick = found[0].fds.take(FdIndex::new(1)).unwrap();
+        assert_eq!(count_of(&kick), u64::from(process));
+        assert_eq!(others.len(), 2, "of process {process}: {others:?}");
+    }
+}
+
 /// A process that is killed when it begins to keep a session leaves an older state too.
 #[test]
 fn an_export_continues_its_newest_session_and_no_other() {

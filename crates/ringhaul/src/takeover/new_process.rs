@@ -23,6 +23,7 @@ use crate::daemon::format::{
     ProcessOptions, Request, TAKE,
 };
 use crate::daemon::hand_over::ExpectedExports;
+use crate::process::service_manager;
 use crate::socket::Endpoint;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError};
@@ -104,7 +105,9 @@ impl Predecessor {
         stream.set_read_timeout(Some(ANSWER_MAX))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
         let (formats, inflight_versions) = (FORMATS.to_vec(), vec![InflightRegion::VERSION]);
-        let begin = Begin { formats, inflight_versions, version, takes_sockets: true };
+        let takes_stashes = service_manager::is_present();
+        let begin =
+            Begin { formats, inflight_versions, version, takes_sockets: true, takes_stashes };
         let begin = serde_json::to_value(begin)?;
         let mut receiver = Receiver::new(stream);
         let asked = ask::<Description>(&mut receiver, BEGIN, &begin);

@@ -84,6 +84,8 @@ pub(crate) fn hand_over(
 struct DescribedState {
     generation: u64,
     format: u32,
+    /// The new process continues the stashes of front-ends.
+    leaves_stashes: bool,
 }
 
 /// Describes this process and its exports.
@@ -93,7 +95,7 @@ fn describe(
     process: u32,
     conversation: &mut Conversation<'_>,
 ) -> Result<DescribedState> {
-    let Begin { formats, inflight_versions, version, takes_sockets } =
+    let Begin { formats, inflight_versions, version, takes_sockets, takes_stashes } =
         serde_json::from_value(params)?;
     let format = check_fits(&formats, &inflight_versions, &version)?;
     tracing::info!("process {process}, ringhaul {version}, wants to take over");
@@ -112,7 +114,8 @@ fn describe(
         sockets,
     };
     conversation.answer(&description.for_format(format), &fds)?;
-    Ok(DescribedState { generation: described.generation, format })
+    let leaves_stashes = takes_stashes && format > WITHOUT_STASHES;
+    Ok(DescribedState { generation: described.generation, format, leaves_stashes })
 }
 
 /// Checks that a process of another version can continue here. Returns the format that both
@@ -148,7 +151,7 @@ fn stop(
     let (since_ns, changes) = (monotonic_ns(paused.since), daemon.changes());
     let (of_file, debts) = (daemon.config_exports(), daemon.group_debts());
     let start_time = Some(daemon.start_time());
-    let paused_state = PausedState {
+    let mut paused_state = PausedState {
         since_ns,
         changes,
         of_file,
@@ -158,12 +161,15 @@ fn stop(
         iothreads: daemon.iothread_stats(),
         debts,
     };
+    if !described.leaves_stashes {
+        paused_state.forget_stashes();
+    }
     conversation.answer(&paused_state.for_format(described.format), &paused.fds)?;
     drop(paused.fds);
     conversation.expect(TAKE, TAKE_MAX)?;
     let closed = daemon.saved_state().map(SavedState::block_writes);
     let stream = conversation.stream.try_clone()?;
-    let disks = paused_queues.commit(described.format > WITHOUT_STASHES)?;
+    let disks = paused_queues.commit(described.leaves_stashes)?;
     // The new process may report to the service manager as soon as it receives the answer.
     service_manager::main_process(process);
     // From here on only the new process may serve, if it receives this.
