@@ -20,15 +20,15 @@ use std::sync::{Arc, Weak};
 use anyhow::{Result, ensure};
 use blockio::executor::Lock;
 use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
-use vhost_user::{FdIndex, PassedFds, StateKeeper};
+use vhost_user::{PassedFds, StateKeeper};
 
 use crate::process::service_manager::{self, STORED_PREFIX};
 use crate::spec::ExportSpec;
-use keeper::Keeper;
 pub(crate) use keeper::Kept;
+use keeper::{Keeper, SharedKeeper};
 pub(crate) use passed::KilledSession;
-use stash::{Stash, StoredEnds};
+use stash::Stash;
+pub(crate) use stash::StashState;
 
 /// Values of `--keep-connections`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -88,24 +88,18 @@ impl FdStore {
         Ok(Some(Arc::new(Self { next, killed })))
     }
 
-    /// A keeper for the sessions of an export, and the ends of its stash. It continues an earlier
-    /// stash if there is one.
+    /// A keeper for a session of an export. It continues an earlier stash if there is one.
     ///
     /// # Errors
     ///
     /// When no descriptor is left, or the manager does not take it.
-    fn keeper(
-        &self,
-        export: ExportSpec,
-        earlier: Option<Kept>,
-    ) -> io::Result<(Box<dyn StateKeeper>, Weak<StoredEnds>)> {
+    fn keeper(&self, export: ExportSpec, earlier: Option<Kept>) -> io::Result<Arc<Lock<Keeper>>> {
         let new = || {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
             Kept::new(Stash::new(format!("{STORED_PREFIX}{number}"))?)
         };
         let kept = earlier.map_or_else(new, Ok)?;
-        let ends = kept.ends();
-        Ok((Box::new(Keeper::new(kept, export)), ends))
+        Ok(Arc::new(Lock::new(Keeper::new(kept, export))))
     }
 
     /// Reserves the names up to this one, of a stash of another process.
@@ -156,14 +150,15 @@ impl FdStore {
 pub(crate) struct KeptSession {
     /// `None`: the manager keeps nothing.
     store: Option<Arc<FdStore>>,
-    stash: Weak<StoredEnds>,
+    /// The keeper of the session.
+    keeper: Weak<Lock<Keeper>>,
     /// The stash of the old process, until this one resumes the session.
     handed: Option<HandedStash>,
 }
 
 impl KeptSession {
     pub(crate) fn new(store: Option<Arc<FdStore>>) -> Self {
-        Self { store, stash: Weak::new(), handed: None }
+        Self { store, keeper: Weak::new(), handed: None }
     }
 
     /// Describes the stash for another process, if there is one.
@@ -172,7 +167,7 @@ impl KeptSession {
     ///
     /// When no descriptor is left.
     pub(crate) fn hand_over(&self, fds: &mut PassedFds) -> io::Result<Option<StashState>> {
-        self.stash.upgrade().map(|ends| ends.hand_over(fds)).transpose()
+        self.keeper.upgrade().map_or(Ok(None), |keeper| keeper.lock().hand_over(fds))
     }
 
     /// Takes the stash of the old process, which owns it until this one resumes the session.
@@ -219,30 +214,16 @@ impl KeptSession {
         earlier: Option<Kept>,
     ) -> io::Result<Option<Box<dyn StateKeeper>>> {
         let Some(store) = &self.store else { return Ok(None) };
-        let (keeper, stash) = store.keeper(export, earlier)?;
-        self.stash = stash;
-        Ok(Some(keeper))
+        let keeper = store.keeper(export, earlier)?;
+        self.keeper = Arc::downgrade(&keeper);
+        Ok(Some(Box::new(SharedKeeper(keeper))))
     }
-}
 
-/// The stash of a session that is handed over.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct StashState {
-    name: String,
-    ends: [FdIndex; 2],
-}
-
-impl StoredEnds {
-    /// Describes the stash for another process.
-    ///
-    /// # Errors
-    ///
-    /// When no descriptor is left.
-    fn hand_over(&self, fds: &mut PassedFds) -> io::Result<StashState> {
-        let [inlet, outlet] = self.sockets();
-        let ends = [fds.put("stash", inlet)?, fds.put("stash", outlet)?];
-        Ok(StashState { name: self.name().to_owned(), ends })
+    /// Keeps the session with the units of this export from now on.
+    pub(crate) fn set_export(&self, export: ExportSpec) {
+        if let Some(keeper) = self.keeper.upgrade() {
+            keeper.lock().set_export(export);
+        }
     }
 }
 

@@ -3,14 +3,18 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::Weak;
+use std::sync::Arc;
 
+use blockio::executor::Lock;
 use rustix::net::sockopt::socket_cookie;
-use vhost_user::{FdIndex, FdSink, SessionState, StateKeeper};
+use vhost_user::{FdIndex, FdSink, PassedFds, SessionState, StateKeeper};
 
 use super::record::{self, Record, RecordFile};
-use super::stash::{Number, Stash, StoredEnds};
+use super::stash::{Number, Stash, StashState};
 use crate::spec::ExportSpec;
+
+/// The keeper of a session. Its export has it too, because units change between messages.
+pub(super) struct SharedKeeper(pub(super) Arc<Lock<Keeper>>);
 
 pub(super) struct Keeper {
     export: ExportSpec,
@@ -32,6 +36,8 @@ pub(crate) struct Kept {
     known: HashMap<RawFd, Number>,
     /// The sockets of earlier processes, by their cookies. A stash never drops a socket.
     sockets: HashMap<u64, Number>,
+    /// The last record.
+    last: Option<Record>,
 }
 
 impl Keeper {
@@ -43,6 +49,26 @@ impl Keeper {
         self.fds.insert(fd);
         self.begun.push(number);
         FdIndex::new(self.begun.len() - 1)
+    }
+
+    /// Writes the last state again, as that of the export with these units. A message that is being
+    /// carried out stays in it.
+    pub(super) fn set_export(&mut self, export: ExportSpec) {
+        self.export = export.clone();
+        let Some(Kept { file, last: Some(last), .. }) = &mut self.kept else { return };
+        last.export = export;
+        if let Err(error) = file.write(last) {
+            self.fail(&error);
+        }
+    }
+
+    /// Describes the stash for another process, if the session is kept.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(super) fn hand_over(&self, fds: &mut PassedFds) -> io::Result<Option<StashState>> {
+        self.kept.as_ref().map(|kept| kept.stash.hand_over(fds)).transpose()
     }
 
     fn fail(&mut self, error: &io::Error) {
@@ -62,7 +88,7 @@ impl Kept {
     pub(super) fn new(mut stash: Stash) -> io::Result<Self> {
         let file = RecordFile::new()?;
         let record = stash.put(file.as_fd())?;
-        Ok(Self { file, record, stash, known: HashMap::new(), sockets: HashMap::new() })
+        Ok(Self { file, record, stash, known: HashMap::new(), sockets: HashMap::new(), last: None })
     }
 
     /// Continues the stash of another process, which is stored under this name. Returns its other
@@ -82,7 +108,7 @@ impl Kept {
         let file = RecordFile::open(file);
         let cookie = |(number, fd): (&Number, &OwnedFd)| Some((socket_cookie(fd).ok()?, *number));
         let sockets = fds.iter().filter_map(cookie).collect();
-        Ok((Self { file, record, stash, known: HashMap::new(), sockets }, fds))
+        Ok((Self { file, record, stash, known: HashMap::new(), sockets, last: None }, fds))
     }
 
     /// Puts a descriptor in, unless it is that of a socket which an earlier process has put in.
@@ -100,11 +126,6 @@ impl Kept {
         record::read(self.file.as_fd())
     }
 
-    /// The ends of its stash, as long as it is kept.
-    pub(super) fn ends(&self) -> Weak<StoredEnds> {
-        self.stash.ends()
-    }
-
     fn write(
         &mut self,
         export: &ExportSpec,
@@ -112,7 +133,7 @@ impl Kept {
         descriptors: &[Number],
     ) -> io::Result<()> {
         let (export, descriptors) = (export.clone(), descriptors.to_vec());
-        self.file.write(&Record { export, session, descriptors })?;
+        self.file.write(self.last.insert(Record { export, session, descriptors }))?;
         let (known, record) = (&self.known, self.record);
         self.stash.tidy(|number| number == record || known.values().any(|it| *it == number))
     }
@@ -152,8 +173,34 @@ impl StateKeeper for Keeper {
     }
 
     fn note_sent(&mut self) {
-        if let Some(Err(error)) = self.kept.as_ref().map(|kept| kept.file.note_sent()) {
+        let Some(kept) = &mut self.kept else { return };
+        kept.last.iter_mut().for_each(|last| last.session.forget_answer());
+        if let Err(error) = kept.file.note_sent() {
             self.fail(&error);
         }
+    }
+}
+
+impl FdSink for SharedKeeper {
+    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        self.0.lock().put(name, fd)
+    }
+
+    fn put_new(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        self.0.lock().put_new(name, fd)
+    }
+}
+
+impl StateKeeper for SharedKeeper {
+    fn begin(&mut self) {
+        self.0.lock().begin();
+    }
+
+    fn keep(&mut self, state: io::Result<SessionState>) {
+        self.0.lock().keep(state);
+    }
+
+    fn note_sent(&mut self) {
+        self.0.lock().note_sent();
     }
 }

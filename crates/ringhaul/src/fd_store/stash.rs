@@ -15,7 +15,6 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use rustix::fs::fcntl_get_seals;
@@ -24,6 +23,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
     sockopt,
 };
+use serde::{Deserialize, Serialize};
+use vhost_user::{FdIndex, PassedFds};
 
 use crate::process::service_manager;
 
@@ -45,7 +46,10 @@ pub(super) type Number = u64;
 
 /// Descriptors outside of this process, until this is dropped.
 pub(super) struct Stash {
-    ends: Arc<StoredEnds>,
+    /// Its name in the store.
+    name: String,
+    inlet: OwnedFd,
+    outlet: OwnedFd,
     /// The number of messages.
     messages: usize,
     next: Number,
@@ -54,30 +58,12 @@ pub(super) struct Stash {
     calls_left: std::cell::Cell<usize>,
 }
 
-/// The socket pair of a stash. The service manager keeps it until this is dropped.
-pub(crate) struct StoredEnds {
-    /// The name in the store.
-    name: String,
-    inlet: OwnedFd,
-    outlet: OwnedFd,
-}
-
-impl StoredEnds {
-    /// The name in the store.
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Both sockets.
-    pub(super) fn sockets(&self) -> [BorrowedFd<'_>; 2] {
-        [self.inlet.as_fd(), self.outlet.as_fd()]
-    }
-}
-
-impl Drop for StoredEnds {
-    fn drop(&mut self) {
-        service_manager::forget(&self.name);
-    }
+/// The stash of a session that is handed over.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct StashState {
+    pub(super) name: String,
+    pub(super) ends: [FdIndex; 2],
 }
 
 /// A message: numbers and their descriptors, or a mark without any.
@@ -91,7 +77,7 @@ impl Stash {
     /// When no descriptor is left, or the manager does not take it.
     pub(super) fn new(name: String) -> io::Result<Self> {
         let stash = Self::new_unstored(name)?;
-        service_manager::store(stash.ends.name(), &stash.ends.sockets())?;
+        service_manager::store(&stash.name, &[stash.inlet.as_fd(), stash.outlet.as_fd()])?;
         Ok(stash)
     }
 
@@ -105,7 +91,9 @@ impl Stash {
 
     fn from_ends(name: String, inlet: OwnedFd, outlet: OwnedFd) -> Self {
         Self {
-            ends: Arc::new(StoredEnds { name, inlet, outlet }),
+            name,
+            inlet,
+            outlet,
             messages: 0,
             next: 0,
             #[cfg(test)]
@@ -113,15 +101,20 @@ impl Stash {
         }
     }
 
-    /// Its ends, as long as it is kept.
-    pub(super) fn ends(&self) -> Weak<StoredEnds> {
-        Arc::downgrade(&self.ends)
+    /// Describes it for another process.
+    ///
+    /// # Errors
+    ///
+    /// When no descriptor is left.
+    pub(super) fn hand_over(&self, fds: &mut PassedFds) -> io::Result<StashState> {
+        let ends = [fds.put("stash", &self.inlet)?, fds.put("stash", &self.outlet)?];
+        Ok(StashState { name: self.name.clone(), ends })
     }
 
     /// Copies of both ends, as the next process gets them.
     #[cfg(test)]
     pub(super) fn copies(&self) -> [OwnedFd; 2] {
-        [&self.ends.outlet, &self.ends.inlet].map(|end| end.try_clone().unwrap())
+        [&self.outlet, &self.inlet].map(|end| end.try_clone().unwrap())
     }
 
     #[cfg(test)]
@@ -242,7 +235,7 @@ impl Stash {
             assert!(has_room, "there is room for as many as a message can have");
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        sendmsg(&self.ends.inlet, &[IoSlice::new(bytes)], &mut control, flags)?;
+        sendmsg(&self.inlet, &[IoSlice::new(bytes)], &mut control, flags)?;
         Ok(())
     }
 
@@ -253,7 +246,7 @@ impl Stash {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let slices = &mut [IoSliceMut::new(&mut bytes)];
-        let received = recvmsg(&self.ends.outlet, slices, &mut control, flags)?.bytes;
+        let received = recvmsg(&self.outlet, slices, &mut control, flags)?.bytes;
         bytes.truncate(received);
         let mut fds = Vec::new();
         for message in control.drain() {
@@ -271,8 +264,14 @@ impl Stash {
     fn drop_first(&self) -> io::Result<()> {
         #[cfg(test)]
         self.live()?;
-        recv(&self.ends.outlet, &mut [0; NUMBER_BYTES], RecvFlags::DONTWAIT)?;
+        recv(&self.outlet, &mut [0; NUMBER_BYTES], RecvFlags::DONTWAIT)?;
         Ok(())
+    }
+}
+
+impl Drop for Stash {
+    fn drop(&mut self) {
+        service_manager::forget(&self.name);
     }
 }
 

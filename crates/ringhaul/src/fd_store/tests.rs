@@ -239,6 +239,33 @@ fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
     }
 }
 
+/// A message that is being carried out stays in the record, and an answer that was sent does not
+/// come back.
+#[test]
+fn a_change_of_units_keeps_the_last_state() {
+    let stash = Stash::new_unstored("test".to_owned()).unwrap();
+    let ends = stash.copies();
+    let [before, after] = [512, 1024].map(|bytes| export(DeviceSpec::Blk(disk(bytes))));
+    let mut keeper = Keeper::new(Kept::new(stash).unwrap(), before.clone());
+    keeper.set_export(before.clone());
+    keeper.begin();
+    let _ = keeper.put("test", counted(1).as_fd()).unwrap();
+    keeper.keep(Ok(session(&[3])));
+    let check = |expected: &ExportSpec, output: Value| {
+        let copies = ends.iter().map(|end| ("rh-1".to_owned(), end.try_clone().unwrap()));
+        let mut found = super::passed::sessions(copies.collect());
+        assert_eq!(found[0].export.summary(), expected.summary());
+        assert_eq!(count_of(&found[0].fds.take(FdIndex::new(0)).unwrap()), 1);
+        let state = serde_json::to_value(found[0].state.take().unwrap()).unwrap();
+        assert_eq!(state["channel"]["output"], output);
+    };
+    keeper.set_export(after.clone());
+    check(&after, json!([3]));
+    keeper.note_sent();
+    keeper.set_export(before.clone());
+    check(&before, json!([]));
+}
+
 /// Both processes of a takeover may be killed at any moment.
 #[test]
 fn a_session_that_is_handed_over_stays_in_its_stash() {
@@ -260,11 +287,10 @@ fn a_session_that_is_handed_over_stays_in_its_stash() {
     };
     let device = export(DeviceSpec::Blk(disk(512)));
     let kept = Kept::new(stash).unwrap();
-    let ends_of_old = kept.ends();
     let mut old = Keeper::new(kept, device.clone());
     (1..4).for_each(|output| keep(&mut old, &counted(1), output));
     let mut fds = PassedFds::default();
-    let state = ends_of_old.upgrade().unwrap().hand_over(&mut fds).unwrap();
+    let state = old.hand_over(&mut fds).unwrap().unwrap();
     let mut handed = KeptSession::new(None);
     handed.take_over(Some(state), &mut fds).unwrap();
     check(1, 3);

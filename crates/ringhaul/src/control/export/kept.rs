@@ -36,12 +36,9 @@ impl Export {
         }
     }
 
-    /// Asks the service manager to keep the session with the present units of the export. Its
-    /// record has had the units of the start of the session.
-    pub(super) fn keep_units(&mut self) {
-        if self.session.as_ref().is_some_and(Session::is_kept) {
-            self.keep_session(None);
-        }
+    /// Keeps the session with the present units of the export from now on.
+    pub(super) fn keep_units(&self) {
+        self.kept.set_export(self.spec_now());
     }
 
     /// Continues to keep the session after a hand-over, in the stash of the other process.
