@@ -218,6 +218,49 @@ fn a_takeover_that_fails_leaves_one_stash_to_the_next_one() -> Result<()> {
     manager.wait_stored(&["rh-1"])
 }
 
+/// The next process refuses a session whose unit had another disk.
+#[test]
+fn the_stored_session_has_the_present_units() -> Result<()> {
+    let folders = test_folders()?;
+    let disks: Vec<_> = ["a.img", "b.img"]
+        .iter()
+        .map(|name| folders.disk(name, DISK_BYTES))
+        .collect::<Result<_>>()?;
+    let path = folders.socket("manager");
+    let complete = |command: &mut Command| {
+        command.args(["--keep-connections", "on", "--name", "vm", "--device", "scsi", "--lun"]);
+        command.arg(format!("0,blk-file={}", disks[0].display()));
+        command.arg("--socket-path").arg(folders.socket("vm.sock"));
+        command.arg("--control").arg(folders.socket("control"));
+        Ok(())
+    };
+    let mut command = ringhaul()?;
+    let manager = ServiceManager::listen(&path, &mut command)?;
+    complete(command.arg("serve"))?;
+    let mut daemon = Running::serve(&mut command)?;
+    let mut client = Client::new(&folders.socket("control"))?;
+    let mut add = |disk: &Path| -> Result<()> {
+        let unit = json!({ "lun": 1, "disk": { "file": disk } });
+        let added = client.call("lun.add", &json!({ "export": "vm", "unit": unit }))?;
+        ensure!(added["error"].is_null(), "{added}");
+        Ok(())
+    };
+    add(&disks[1])?;
+    let _frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    manager.wait_stored(&["rh-0"])?;
+    let of_unit = json!({ "export": "vm", "lun": 1 });
+    let removed = Client::new(&folders.socket("control"))?.call("lun.remove", &of_unit)?;
+    ensure!(removed["error"].is_null(), "{removed}");
+    add(&folders.disk("c.img", DISK_BYTES)?)?;
+    daemon.signal(Signal::KILL)?;
+    daemon.finish()?;
+    manager.wait_stored(&["rh-0"])?;
+    let mut next = manager.start_with_stored(&path, complete)?;
+    next.wait_for("continues with the front-end of the killed daemon")?;
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0).map(drop)
+}
+
 /// The kills are spread over the time that a takeover takes.
 #[test]
 fn a_kill_of_both_processes_of_a_takeover_loses_no_session() -> Result<()> {
