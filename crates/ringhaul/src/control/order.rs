@@ -116,6 +116,26 @@ pub(crate) struct WatchedDisk {
     pub(crate) trouble: Option<i32>,
 }
 
+#[cfg(test)]
+impl WatchedDisk {
+    /// The disk of the export `vm` in this file, of which drivers know this size.
+    pub(crate) fn of_file(path: &std::path::Path, size_bytes: u64) -> Self {
+        let disk = DiskSource::file(path, &blockio::DiskOptions::default()).unwrap();
+        Self {
+            export: "vm".to_owned(),
+            place: None,
+            size_probe: disk.size_probe(),
+            size_bytes,
+            is_remote: false,
+            state: disk.state(),
+            waiting: None,
+            loss: None,
+            waited: 0,
+            trouble: None,
+        }
+    }
+}
+
 pub(super) type Answered<T> = std::result::Result<T, CommandError>;
 
 /// The kind of an order, which decides when a hand-over holds it up.

@@ -432,7 +432,6 @@ fn report_waiting(disk: &WatchedDisk, left_out: u64) -> String {
 mod tests {
     use std::time::Instant;
 
-    use blockio::{DiskOptions, DiskSource};
     use clap::{Args, FromArgMatches};
 
     use super::*;
@@ -468,19 +467,7 @@ mod tests {
     fn subscribers_are_told_when_a_disk_does_worse() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(512).unwrap();
-        let disk = DiskSource::file(file.path(), &DiskOptions::default()).unwrap();
-        let mut watched = WatchedDisk {
-            export: "vm".into(),
-            place: None,
-            size_probe: disk.size_probe(),
-            size_bytes: 512,
-            is_remote: false,
-            state: disk.state(),
-            waiting: None,
-            loss: None,
-            waited: 0,
-            trouble: None,
-        };
+        let mut watched = WatchedDisk::of_file(file.path(), 512);
         let (late, held) = (disk::DiskState::Late, disk::DiskState::Held);
         let (now, ready) = (Instant::now(), disk::DiskState::Ready);
         let mut known = Known::default();
@@ -536,18 +523,10 @@ mod tests {
 
     #[test]
     fn a_disk_that_fails_again_and_again_is_reported_a_few_times() {
-        let mut watched = WatchedDisk {
-            export: "vm".into(),
-            place: None,
-            size_probe: None,
-            size_bytes: 512,
-            is_remote: false,
-            state: disk::DiskState::Ready,
-            waiting: None,
-            loss: None,
-            waited: 0,
-            trouble: Some(libc::EIO),
-        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(512).unwrap();
+        let watched = WatchedDisk::of_file(file.path(), 512);
+        let mut watched = WatchedDisk { trouble: Some(libc::EIO), ..watched };
         let mut known = Known::default();
         let mut told = |waiting| {
             watched.waited += 1;

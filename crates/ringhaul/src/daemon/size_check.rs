@@ -107,27 +107,7 @@ fn check(disk: &WatchedDisk, daemon: &Weak<Daemon>) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use blockio::{DiskOptions, DiskSource};
-
     use super::*;
-
-    fn watched(path: &Path, size_bytes: u64) -> WatchedDisk {
-        let disk = DiskSource::file(path, &DiskOptions::default()).unwrap();
-        WatchedDisk {
-            export: "vm".to_owned(),
-            place: None,
-            size_probe: disk.size_probe(),
-            size_bytes,
-            is_remote: false,
-            state: disk.state(),
-            waiting: None,
-            loss: None,
-            waited: 0,
-            trouble: None,
-        }
-    }
 
     #[test]
     fn a_size_is_compared_with_that_of_the_drivers() {
@@ -140,12 +120,12 @@ mod tests {
             // The daemon has ended.
             (3584, None),
         ] {
-            let disk = watched(file.path(), known);
+            let disk = WatchedDisk::of_file(file.path(), known);
             assert_eq!(check(&disk, &Weak::new()), finding, "{known}");
             assert_eq!(is_unchanged(&disk), known == 4096, "{known}");
             assert_eq!(announce(&[disk]).is_some(), known == 4096, "{known}");
         }
-        let unknown = WatchedDisk { size_probe: None, ..watched(file.path(), 1) };
+        let unknown = WatchedDisk { size_probe: None, ..WatchedDisk::of_file(file.path(), 1) };
         assert!(is_unchanged(&unknown) && check(&unknown, &Weak::new()).is_none());
         assert!(announce(&[]).unwrap().is_complete);
     }
