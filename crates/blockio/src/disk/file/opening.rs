@@ -224,6 +224,26 @@ mod tests {
         }
     }
 
+    /// The name may come from an image, and the user of its disk can write that.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_file_within_a_folder_is_a_regular_file() {
+        let devices = std::fs::read_dir("/dev").unwrap().flatten();
+        let mut types = devices.filter_map(|entry| entry.file_type().ok());
+        let Some(device) = types.find(FileTypeExt::is_block_device) else {
+            eprintln!("skipped: there is no block device");
+            return;
+        };
+        let file = tempfile::tempfile().unwrap().metadata().unwrap().file_type();
+        let within = || Some(Folder::open(Path::new("/dev")).unwrap());
+        for (found, is_usable_within) in [(file, true), (device, false)] {
+            for (within, is_usable) in [(None, true), (within(), is_usable_within)] {
+                let options = DiskOptions { within, ..DiskOptions::default() };
+                assert_eq!(check_type(found, &options).is_ok(), is_usable, "{options:?}");
+            }
+        }
+    }
+
     #[test]
     fn a_descriptor_is_used_only_if_its_mode_fits() {
         let read_only = DiskOptions { read_only: true, ..DiskOptions::default() };
