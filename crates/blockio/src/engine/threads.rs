@@ -344,4 +344,21 @@ mod tests {
         assert_eq!((bench.threads(), bench.stats.read.errors.get()), (1, 0));
         assert_eq!(bench.stats.read.ops.get(), 21);
     }
+
+    /// Otherwise a pool that was idle starts no thread for its next job.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_thread_that_ends_is_not_counted_any_more() {
+        let mut pool = Pool::new(new_mailbox());
+        pool.idle_time = Duration::from_millis(1);
+        for is_stopped in [false, true] {
+            if is_stopped {
+                pool.stop();
+            }
+            pool.count_thread();
+            assert!(next_job(&pool).is_none());
+            let jobs = pool.jobs();
+            assert_eq!((jobs.threads, jobs.idle), (0, 0), "stopped: {is_stopped}");
+        }
+    }
 }
