@@ -450,28 +450,52 @@ mod tests {
         }
     }
 
-    /// The next process makes it. Nothing is in progress between two steps.
+    /// A requester that refuses each request that has waited.
+    struct Refuses;
+
+    impl Requester for Refuses {
+        fn check(&self) -> io::Result<()> {
+            NoRequester.check()
+        }
+
+        fn on_resume(&self, _: Direction) -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            Box::pin(ready(Err(io::Error::from_raw_os_error(libc::EBADE))))
+        }
+    }
+
+    /// The next process makes it. Nothing is in progress between two steps. If the queue goes on
+    /// here, the memory of the request may be gone.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_long_transfer_of_a_frozen_queue_makes_no_step() {
+    fn a_long_transfer_of_a_frozen_queue_makes_no_step_and_asks_before_it_goes_on() {
         let thread = thread();
         let source = DiskSource::null(1 << 30, &DiskOptions::default()).unwrap();
         let memory = RepeatedBlock::zeroes(MIB, 4096).unwrap();
         let data = |bytes| memory.buffers(bytes, ()).unwrap();
         let disk = source.attach(thread.io());
-        disk.set_wait_mode(WaitMode::Frozen);
-        let transfers = async {
-            let mut write = pin!(disk.write(0, data(2 * STEP_BYTES), false));
-            let mut read = pin!(disk.read(0, data(2 * STEP_BYTES)));
-            let are_done = poll_fn(|cx| {
-                Poll::Ready([write.as_mut().poll(cx).is_ready(), read.as_mut().poll(cx).is_ready()])
-            });
-            assert_eq!(are_done.await, [false; 2]);
-            disk.set_wait_mode(WaitMode::All);
-            write.await.unwrap();
-            read.await.unwrap();
-        };
-        thread.block_on(transfers).unwrap();
+        let requesters: [(&dyn Requester, Option<i32>); 2] =
+            [(&NoRequester, None), (&Refuses, Some(libc::EBADE))];
+        for (requester, refusal) in requesters {
+            disk.set_wait_mode(WaitMode::Frozen);
+            let requests = disk.with_requester(requester);
+            let transfers = async {
+                let mut write = pin!(requests.write(0, data(2 * STEP_BYTES), false));
+                let mut read = pin!(requests.read(0, data(2 * STEP_BYTES)));
+                let are_done = poll_fn(|cx| {
+                    Poll::Ready([
+                        write.as_mut().poll(cx).is_ready(),
+                        read.as_mut().poll(cx).is_ready(),
+                    ])
+                });
+                assert_eq!(are_done.await, [false; 2]);
+                disk.set_wait_mode(WaitMode::All);
+                [write.await, read.await]
+            };
+            for result in thread.block_on(transfers).unwrap() {
+                let errno = result.err().and_then(|unfinished| unfinished.error().raw_os_error());
+                assert_eq!(errno, refusal);
+            }
+        }
     }
 
     /// Commands that move much data pass limits once for all of their pieces.
