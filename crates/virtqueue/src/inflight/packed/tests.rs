@@ -78,10 +78,10 @@ fn a_batch_of_the_whole_ring_is_complete_or_undone() {
 /// A ring that the driver has set up again: the account of the earlier one has no meaning.
 #[test]
 fn an_account_of_another_ring_is_replaced() {
-    for answered in 0..2 * SIZE {
+    for (answered, requests) in (0..2 * SIZE).flat_map(|answered| [(answered, 2), (answered, 0)]) {
         let mut world = world(0);
         let mut life = world.live();
-        for number in 1..=answered + 2 {
+        for number in 1..=answered + requests {
             world.driver.offer(&[Desc::writable(0x8000, number.into())], None);
             let id = life.queue.pop().unwrap().unwrap().head;
             if number <= answered {
@@ -93,7 +93,11 @@ fn an_account_of_another_ring_is_replaced() {
         drop(life);
         *packed(&mut world) = PackedDriver::new(Arc::clone(&world.memory), RING);
         let (mut queue, recovery) = world.open().unwrap();
-        assert_eq!(recovery, Recovery::Stale { requests: 2 }, "{answered}");
+        // Without requests, only a place that is no start tells one ring from the other.
+        let is_start = requests == 0 && answered == 0;
+        let expected =
+            if is_start { Recovery::Known { requests } } else { Recovery::Stale { requests } };
+        assert_eq!(recovery, expected, "{answered}");
         assert_eq!(queue.base(), 0x8000_8000, "as the front-end says");
         world.driver.offer(&[Desc::writable(0x8000, 5)], None);
         assert_eq!(queue.pop().unwrap().unwrap().writable.bytes(), 5);
