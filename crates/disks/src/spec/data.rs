@@ -236,4 +236,32 @@ mod tests {
             assert_eq!(DiskSpec::parse(name).unwrap().to_string(), text);
         }
     }
+
+    /// `ctl` resolves relative paths, because the daemon has another working directory.
+    #[test]
+    fn each_path_of_a_disk_can_be_changed() {
+        for (name, changed) in [
+            ("file,path=a", "/w/a"),
+            ("null:4096", "null:4096"),
+            ("raw,offset=512,over=file,path=a", "raw,offset=512,over=/w/a"),
+            ("qcow2,path=a", "qcow2,path=/w/a"),
+            ("image,format=auto,path=a", "image,format=auto,path=/w/a"),
+            ("luks,key-fd=3,over=file,path=a", "luks,key-fd=3,over=/w/a"),
+            (
+                "luks,key-file=k,header=h,over=qcow2,path=a",
+                "luks,key-file=/w/k,header=/w/h,over=qcow2,path=/w/a",
+            ),
+            ("nbd,socket=s", "nbd,socket=/w/s"),
+            ("nbd,host=h,tls=on,tls-certificates=c", "nbd,host=h,tls=on,tls-certificates=/w/c"),
+            ("rbd:p/i,conf=c,keyring=k", "rbd:p/i,conf=/w/c,keyring=/w/k"),
+        ] {
+            let mut disk = DiskSpec::parse(name).unwrap();
+            let change = &mut |path: &mut PathBuf| {
+                *path = Path::new("/w").join(&path);
+                Ok(())
+            };
+            disk.change_paths(change).unwrap();
+            assert_eq!(disk, DiskSpec::parse(changed).unwrap(), "{name}");
+        }
+    }
 }
