@@ -194,8 +194,10 @@ mod tests {
         assert_eq!(waiting.away(), Some(AwayState { since: old, ops: 2 }));
         let late = waiting.0.lock().ops[2].take();
         assert_eq!(waiting.away(), None);
-        // It is abandoned at once if the cluster is away.
         waiting.0.lock().ops[2] = late;
+        waiting.abandon_if_away();
+        assert!(!waiting.was_abandoned(), "a wanted image waits for its cluster");
+        // An image without use is abandoned at once if the cluster is away.
         waiting.abandon();
         assert!(waiting.was_abandoned() && waiting.away().is_none());
     }
