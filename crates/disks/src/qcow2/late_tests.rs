@@ -230,6 +230,11 @@ fn a_larger_size_is_used_at_once() {
     first.lock.take(1).unwrap();
     first.source.set_size(after, || ()).unwrap();
     first.lock.release(1).unwrap();
+    // Another host may use it from now on.
+    for process in [&first, &second] {
+        let error = process.source.set_size(2 * after, || ()).unwrap_err().to_string();
+        assert!(error.contains("it is not locked now"), "{error}");
+    }
     second.lock.take(2).unwrap();
     let source = &second.source;
     assert_eq!((source.info().size_bytes, source.announced_bytes()), (after, before));

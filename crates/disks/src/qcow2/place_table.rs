@@ -241,6 +241,7 @@ mod tests {
         table.forget(&(2 * UNIT + 512..3 * UNIT + 512));
         assert_eq!(table.run(0, 9 * UNIT).bytes, 2 * UNIT);
         assert_eq!(table.run(2 * UNIT, UNIT).place, Place::Unknown);
+        assert_eq!(table.run(3 * UNIT, UNIT).place, Place::Unknown, "a part is in the range");
         assert_eq!(table.run(4 * UNIT, UNIT).place, data(1, 21 * UNIT));
     }
 
