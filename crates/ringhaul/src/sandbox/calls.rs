@@ -20,98 +20,33 @@ use super::rules::Rules;
 /// Calls by their numbers, with rules on their arguments; no rules: always.
 pub(super) type Calls = BTreeMap<i64, Vec<SeccompRule>>;
 
+/// A list of calls: their names, names that one architecture or C library alone has, and numbers.
+macro_rules! numbers {
+    ($($call:ident)+ $(; $key:ident = $value:literal: $($of_one:ident)+)*
+     $(, $number:expr)*) => {
+        &[
+            $(syscalls::Sysno::$call as libc::c_long,)+
+            $($(#[cfg($key = $value)] { syscalls::Sysno::$of_one as libc::c_long },)+)*
+            $($number,)*
+        ]
+    };
+}
+pub(super) use numbers;
+
 /// Calls that are denied whatever their arguments are: other programs and processes, other users,
 /// owners and modes of files, mounts, the kernel itself.
-const DENIED: &[libc::c_long] = &[
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_process_madvise,
-    libc::SYS_kcmp,
-    libc::SYS_pidfd_open,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_pidfd_send_signal,
-    libc::SYS_bpf,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_kexec_load,
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_pivot_root,
-    libc::SYS_chroot,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_fsconfig,
-    libc::SYS_fsmount,
-    libc::SYS_fspick,
-    libc::SYS_mount_setattr,
-    libc::SYS_setns,
-    libc::SYS_unshare,
-    libc::SYS_swapon,
-    libc::SYS_swapoff,
-    libc::SYS_reboot,
-    libc::SYS_sethostname,
-    libc::SYS_setdomainname,
-    libc::SYS_settimeofday,
-    libc::SYS_clock_settime,
-    libc::SYS_clock_adjtime,
-    libc::SYS_adjtimex,
-    libc::SYS_acct,
-    libc::SYS_quotactl,
-    libc::SYS_keyctl,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_name_to_handle_at,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_syslog,
-    libc::SYS_vhangup,
-    libc::SYS_fchmodat,
-    libc::SYS_fchownat,
-    libc::SYS_fchown,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    libc::SYS_fsetxattr,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    libc::SYS_fremovexattr,
-    libc::SYS_utimensat,
-    libc::SYS_setuid,
-    libc::SYS_setgid,
-    libc::SYS_setreuid,
-    libc::SYS_setregid,
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
-    libc::SYS_setfsuid,
-    libc::SYS_setfsgid,
-    libc::SYS_setgroups,
-    libc::SYS_capset,
-    libc::SYS_personality,
+const DENIED: &[libc::c_long] = numbers![
+    execve execveat ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_open
+    pidfd_getfd pidfd_send_signal bpf perf_event_open userfaultfd kexec_load init_module
+    finit_module delete_module mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig
+    fsmount fspick mount_setattr setns unshare swapon swapoff reboot sethostname setdomainname
+    settimeofday clock_settime clock_adjtime adjtimex acct quotactl keyctl add_key request_key
+    name_to_handle_at open_by_handle_at syslog vhangup fchmodat fchownat fchown setxattr lsetxattr
+    fsetxattr removexattr lremovexattr fremovexattr utimensat setuid setgid setreuid setregid
+    setresuid setresgid setfsuid setfsgid setgroups capset personality
+    ; target_arch = "x86_64": fork vfork chmod chown lchown utime utimes futimesat iopl ioperm
+    modify_ldt kexec_file_load
 ];
-
-/// Older calls for the same, which new architectures do not have.
-#[cfg(target_arch = "x86_64")]
-const DENIED_OLD: &[libc::c_long] = &[
-    libc::SYS_fork,
-    libc::SYS_vfork,
-    libc::SYS_chmod,
-    libc::SYS_chown,
-    libc::SYS_lchown,
-    libc::SYS_utime,
-    libc::SYS_utimes,
-    libc::SYS_futimesat,
-    libc::SYS_iopl,
-    libc::SYS_ioperm,
-    libc::SYS_modify_ldt,
-    libc::SYS_kexec_file_load,
-];
-#[cfg(not(target_arch = "x86_64"))]
-const DENIED_OLD: &[libc::c_long] = &[];
 
 /// Newer calls for the same, which have these numbers on all architectures: `fchmodat2`,
 /// `setxattrat`, `removexattrat`, `open_tree_attr` and `file_setattr`.
@@ -197,8 +132,7 @@ pub(super) fn log_denied(rules: &Rules) -> Result<()> {
 
 /// Calls that the process is denied; without rules on their arguments, always.
 pub(super) fn denied(rules: &Rules) -> Result<Calls> {
-    let mut calls: Calls =
-        DENIED.iter().chain(DENIED_OLD).chain(DENIED_NEW).map(|nr| (*nr, Vec::new())).collect();
+    let mut calls: Calls = DENIED.iter().chain(DENIED_NEW).map(|nr| (*nr, Vec::new())).collect();
     // Threads, but no processes.
     calls.insert(libc::SYS_clone, vec![rule(0, masked(libc::CLONE_THREAD), 0)?]);
     calls.insert(libc::SYS_prlimit64, vec![rule(0, SeccompCmpOp::Ne, 0)?]);
@@ -280,47 +214,14 @@ fn condition(
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?)
 }
 
-/// Calls of the helper.
-const OF_HELPER: &[libc::c_long] = &[
-    libc::SYS_brk,
-    libc::SYS_clone3,
-    libc::SYS_close,
-    libc::SYS_connect,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_fcntl,
-    libc::SYS_fstat,
-    libc::SYS_futex,
-    // Paths of sockets may be relative.
-    libc::SYS_getcwd,
-    libc::SYS_getdents64,
-    libc::SYS_getsockopt,
-    libc::SYS_gettid,
-    libc::SYS_mprotect,
-    libc::SYS_prctl,
-    libc::SYS_rseq,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_set_robust_list,
-    libc::SYS_sigaltstack,
-    libc::SYS_getrandom,
-    libc::SYS_lseek,
-    libc::SYS_madvise,
-    libc::SYS_mmap,
-    libc::SYS_mremap,
-    libc::SYS_munmap,
-    libc::SYS_newfstatat,
-    libc::SYS_read,
-    libc::SYS_readlinkat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_readlink,
-    libc::SYS_recvfrom,
-    libc::SYS_restart_syscall,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_seccomp,
-    libc::SYS_sendmsg,
-    libc::SYS_statx,
+/// Calls of the helper. Paths of sockets may be relative (`getcwd`).
+const OF_HELPER: &[libc::c_long] = numbers![
+    brk clone3 close connect exit exit_group fcntl fstat futex getcwd getdents64 getsockopt gettid
+    mprotect prctl rseq rt_sigaction rt_sigprocmask sched_getaffinity set_robust_list sigaltstack
+    getrandom lseek madvise mmap mremap munmap read readlinkat recvfrom restart_syscall rt_sigreturn
+    seccomp sendmsg statx
+    ; target_arch = "x86_64": readlink
+    , libc::SYS_newfstatat
 ];
 
 /// Allows this process the calls of the helper alone: it opens files for reading, writes to none,

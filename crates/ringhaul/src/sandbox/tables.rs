@@ -5,6 +5,8 @@
 
 use libc::c_long;
 
+use super::calls::numbers;
+
 /// The calls of threads.
 pub(super) struct Table {
     /// Names of threads. A name that ends with a dash is the start of names.
@@ -25,7 +27,7 @@ impl Table {
 
     /// All calls of the threads. Some appear twice.
     pub(super) fn calls(&self) -> impl Iterator<Item = c_long> {
-        self.calls.iter().copied().flatten().chain(self.also).copied()
+        self.calls.iter().copied().flatten().chain(self.also).copied().chain([SKIPPED])
     }
 
     /// Returns true if the threads make rings of io_uring.
@@ -129,210 +131,85 @@ const SKIPPED: c_long = 0xffff_ffff;
 /// reads and writes of open descriptors; the end of the thread and of the process. `mremap`
 /// enlarges a buffer of the heap. `only` in `calls.rs` adds `mmap` and `mprotect`, without
 /// executable memory.
-const COMMON: &[c_long] = &[
-    libc::SYS_write,
-    libc::SYS_read,
-    libc::SYS_futex,
-    libc::SYS_brk,
-    libc::SYS_clock_getres,
-    libc::SYS_clock_gettime,
-    libc::SYS_clock_nanosleep,
-    libc::SYS_close,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_fcntl,
-    libc::SYS_fstat,
-    libc::SYS_getcpu,
-    libc::SYS_getpid,
-    libc::SYS_getrandom,
-    libc::SYS_gettid,
-    libc::SYS_gettimeofday,
-    libc::SYS_madvise,
-    libc::SYS_membarrier,
-    libc::SYS_mlock,
-    libc::SYS_mlock2,
-    libc::SYS_mremap,
-    libc::SYS_munlock,
-    libc::SYS_munmap,
-    libc::SYS_nanosleep,
-    libc::SYS_ppoll,
-    libc::SYS_prctl,
-    libc::SYS_restart_syscall,
-    libc::SYS_rseq,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_sched_yield,
-    libc::SYS_set_robust_list,
-    libc::SYS_sigaltstack,
-    libc::SYS_tgkill,
-    libc::SYS_writev,
+const COMMON: &[c_long] = numbers![
+    write read futex brk clock_getres clock_gettime clock_nanosleep close exit exit_group fcntl
+    fstat getcpu getpid getrandom gettid gettimeofday madvise membarrier mlock mlock2 mremap munlock
+    munmap nanosleep ppoll prctl restart_syscall rseq rt_sigaction rt_sigprocmask rt_sigreturn
+    sched_getaffinity sched_yield set_robust_list sigaltstack tgkill writev
+    ; target_arch = "x86_64": poll time
     // The C library musl ends a process by it.
-    #[cfg(target_env = "musl")]
-    libc::SYS_tkill,
-    SKIPPED,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_poll,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_time,
+    ; target_env = "musl": tkill
 ];
 
 /// New threads. `ringhaul-starts` starts all but two kinds: an IoThread starts its pool, and the
 /// removal of a logical unit starts the watch of its closing.
-const THREADS: &[c_long] = &[libc::SYS_clone, libc::SYS_clone3];
+const THREADS: &[c_long] = numbers![clone clone3];
 
 /// The loop of an IoThread, with its engines.
-const LOOP: &[c_long] = &[
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_submit,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait2,
-    libc::SYS_eventfd2,
-    libc::SYS_io_cancel,
-    libc::SYS_io_destroy,
-    libc::SYS_io_getevents,
-    libc::SYS_io_setup,
-    libc::SYS_io_uring_register,
-    libc::SYS_sched_getattr,
-    libc::SYS_sched_setattr,
-    libc::SYS_timerfd_create,
-    libc::SYS_timerfd_settime,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_epoll_wait,
+const LOOP: &[c_long] = numbers![
+    io_uring_enter io_submit epoll_pwait epoll_create1 epoll_ctl epoll_pwait2 eventfd2 io_cancel
+    io_destroy io_getevents io_setup io_uring_register sched_getattr sched_setattr timerfd_create
+    timerfd_settime
+    ; target_arch = "x86_64": epoll_wait
 ];
 
 /// New rings, and the filter that denies further ones.
-const RINGS: &[c_long] = &[libc::SYS_io_uring_setup, libc::SYS_seccomp];
+const RINGS: &[c_long] = numbers![io_uring_setup seccomp];
 
 /// Operations on open disks.
-const DATA: &[c_long] = &[
-    libc::SYS_preadv,
-    libc::SYS_preadv2,
-    libc::SYS_pwritev,
-    libc::SYS_pwritev2,
-    libc::SYS_pread64,
-    libc::SYS_pwrite64,
-    libc::SYS_fadvise64,
-    libc::SYS_fallocate,
-    libc::SYS_fdatasync,
-    libc::SYS_fstat,
-    libc::SYS_fstatfs,
-    libc::SYS_fsync,
-    libc::SYS_ioctl,
-    libc::SYS_lseek,
-    libc::SYS_newfstatat,
-    libc::SYS_readv,
-    libc::SYS_statx,
-    libc::SYS_sync_file_range,
+const DATA: &[c_long] = numbers![
+    preadv preadv2 pwritev pwritev2 pread64 pwrite64 fadvise64 fallocate fdatasync fstat fstatfs
+    fsync ioctl lseek readv statx
+    , libc::SYS_newfstatat, libc::SYS_sync_file_range
 ];
 
 /// Messages on sockets that are open, and new clients of a listener. `ioctl` sets a mode.
-const MESSAGES: &[c_long] = &[
-    libc::SYS_sendmsg,
-    libc::SYS_recvmsg,
-    libc::SYS_sendto,
-    libc::SYS_recvfrom,
-    libc::SYS_accept4,
-    libc::SYS_getpeername,
-    libc::SYS_getsockname,
-    libc::SYS_getsockopt,
-    libc::SYS_ioctl,
-    libc::SYS_readv,
-    libc::SYS_setsockopt,
-    libc::SYS_shutdown,
+const MESSAGES: &[c_long] = numbers![
+    sendmsg recvmsg sendto recvfrom accept4 getpeername getsockname getsockopt ioctl readv
+    setsockopt shutdown
 ];
 
 /// New sockets.
-const SOCKETS: &[c_long] =
-    &[libc::SYS_socket, libc::SYS_bind, libc::SYS_connect, libc::SYS_listen, libc::SYS_socketpair];
+const SOCKETS: &[c_long] = numbers![socket bind connect listen socketpair];
 
 /// Eventfds.
-const EVENTS: &[c_long] = &[
-    libc::SYS_eventfd2,
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_epoll_wait,
+const EVENTS: &[c_long] = numbers![
+    eventfd2 epoll_create1 epoll_ctl epoll_pwait
+    ; target_arch = "x86_64": epoll_wait
 ];
 
 /// Files in memory: an inflight region, the record of a front-end, and zeroes in place of guest
 /// memory that is lost.
-const MEMORY_FILES: &[c_long] = &[libc::SYS_memfd_create];
+const MEMORY_FILES: &[c_long] = numbers![memfd_create];
 
 /// Sizes of files in memory, of disks, and of the file of reservations.
-const FILE_SIZES: &[c_long] = &[libc::SYS_ftruncate];
+const FILE_SIZES: &[c_long] = numbers![ftruncate];
 
 /// Changes of files that the kernel announces.
-const CHANGES: &[c_long] = &[libc::SYS_inotify_init1, libc::SYS_inotify_add_watch];
+const CHANGES: &[c_long] = numbers![inotify_init1 inotify_add_watch];
 
 /// Limits of this process, which are read. (`calls.rs` denies the limits of other processes.)
-const LIMITS: &[c_long] = &[libc::SYS_prlimit64];
+const LIMITS: &[c_long] = numbers![prlimit64];
 
 /// Files of guest memory that are looked at and mapped.
-const MEMORY: &[c_long] = &[
-    libc::SYS_fstat,
-    libc::SYS_fstatfs,
-    libc::SYS_ioctl,
-    libc::SYS_lseek,
-    libc::SYS_newfstatat,
-    libc::SYS_statx,
+const MEMORY: &[c_long] = numbers![
+    fstat fstatfs ioctl lseek statx
+    , libc::SYS_newfstatat
 ];
 
 /// Names of hanging descriptors, in `/proc`.
-const NAMES: &[c_long] = &[
-    libc::SYS_readlinkat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_readlink,
+const NAMES: &[c_long] = numbers![
+    readlinkat
+    ; target_arch = "x86_64": readlink
 ];
 
 /// Files that are opened, as far as Landlock permits them, and locked, replaced and removed.
-const FILES: &[c_long] = &[
-    libc::SYS_openat,
-    libc::SYS_openat2,
-    libc::SYS_faccessat,
-    libc::SYS_faccessat2,
-    libc::SYS_fallocate,
-    libc::SYS_fchmod,
-    libc::SYS_fdatasync,
-    libc::SYS_flock,
-    libc::SYS_fstat,
-    libc::SYS_fstatfs,
-    libc::SYS_fsync,
-    libc::SYS_getcwd,
-    libc::SYS_getdents64,
-    libc::SYS_getegid,
-    libc::SYS_geteuid,
-    libc::SYS_getgid,
-    libc::SYS_getuid,
-    libc::SYS_ioctl,
-    libc::SYS_lseek,
-    libc::SYS_newfstatat,
-    libc::SYS_pread64,
-    libc::SYS_pwrite64,
-    libc::SYS_readlinkat,
-    libc::SYS_renameat2,
-    libc::SYS_renameat,
-    libc::SYS_statfs,
-    libc::SYS_statx,
-    libc::SYS_unlinkat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_access,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_lstat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_open,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_readlink,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_rename,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_stat,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_unlink,
+const FILES: &[c_long] = numbers![
+    openat openat2 faccessat faccessat2 fallocate fchmod fdatasync flock fstat fstatfs fsync getcwd
+    getdents64 getegid geteuid getgid getuid ioctl lseek pread64 pwrite64 readlinkat renameat2
+    renameat statfs statx unlinkat
+    ; target_arch = "x86_64": access lstat open readlink rename stat unlink
+    , libc::SYS_newfstatat
 ];
 
 #[cfg(test)]
