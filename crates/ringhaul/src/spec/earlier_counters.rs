@@ -5,18 +5,32 @@ use std::ops::AddAssign;
 use crate::spec::stats::{Batches, LoopStats, MemoryUse, Operations, QueueServed, SystemCalls};
 use crate::spec::status::{Counts, Served};
 
-/// Adds the counters of the same queue in an earlier process.
-impl AddAssign<&Self> for QueueServed {
-    fn add_assign(&mut self, earlier: &Self) {
-        let Self { index: _, served, kicks, calls, calls_suppressed, .. } = earlier;
-        self.served += *served;
-        self.kicks += kicks;
-        self.calls += calls;
-        self.calls_suppressed += calls_suppressed;
-        self.submit_batches += &earlier.submit_batches;
-        self.harvest_batches += &earlier.harvest_batches;
-        self.call_batches += &earlier.call_batches;
-    }
+/// Adds the fields of an earlier process, except for those behind a minus.
+macro_rules! add_fields {
+    ($($type:ident: $($sum:ident)+ $(- $($own:ident)+)?;)+) => {$(
+        impl AddAssign<&Self> for $type {
+            fn add_assign(&mut self, earlier: &Self) {
+                let Self { $($sum,)+ $($($own: _,)+)? } = earlier;
+                $(self.$sum += $sum;)+
+            }
+        }
+    )+};
+}
+
+// Counters of the same queue, or of the thread with the same name. Distributions and the use of
+// memory are of this process alone.
+add_fields! {
+    QueueServed: served kicks calls calls_suppressed submit_batches harvest_batches call_batches
+        - index;
+    LoopStats: turns rounds reads writes flushes deallocations late cpu_ns run_delay_ns
+        poll_useful_ns poll_useless_ns polled submits_refused harvests harvested foreign woken
+        submits submitted bounced bounce_memory list_memory system_calls
+        - name harvested_at_once foreign_at_once submitted_at_once;
+    Operations: count errors bytes - latency_ns;
+    MemoryUse: waits failed - bytes bytes_most;
+    SystemCalls: io_submit io_getevents io_uring_enter epoll_wait eventfd_write;
+    Counts: requests bytes errors;
+    Served: reads writes flushes discards write_zeroes others;
 }
 
 impl AddAssign<&Self> for Batches {
@@ -27,89 +41,6 @@ impl AddAssign<&Self> for Batches {
             *mine += more;
         }
         self.sum += other.sum;
-    }
-}
-
-/// Adds the counters of the thread with the same name in an earlier process. Distributions and
-/// the use of memory are of this process alone.
-impl AddAssign<&Self> for LoopStats {
-    fn add_assign(&mut self, earlier: &Self) {
-        for (mine, more) in [
-            (&mut self.turns, earlier.turns),
-            (&mut self.rounds, earlier.rounds),
-            (&mut self.late, earlier.late),
-            (&mut self.cpu_ns, earlier.cpu_ns),
-            (&mut self.run_delay_ns, earlier.run_delay_ns),
-            (&mut self.poll_useful_ns, earlier.poll_useful_ns),
-            (&mut self.poll_useless_ns, earlier.poll_useless_ns),
-            (&mut self.polled, earlier.polled),
-            (&mut self.submits_refused, earlier.submits_refused),
-            (&mut self.harvests, earlier.harvests),
-            (&mut self.harvested, earlier.harvested),
-            (&mut self.foreign, earlier.foreign),
-            (&mut self.woken, earlier.woken),
-            (&mut self.submits, earlier.submits),
-            (&mut self.submitted, earlier.submitted),
-            (&mut self.bounced, earlier.bounced),
-        ] {
-            *mine += more;
-        }
-        self.reads += &earlier.reads;
-        self.writes += &earlier.writes;
-        self.flushes += &earlier.flushes;
-        self.deallocations += &earlier.deallocations;
-        self.bounce_memory += &earlier.bounce_memory;
-        self.list_memory += &earlier.list_memory;
-        self.system_calls += &earlier.system_calls;
-    }
-}
-
-impl AddAssign<&Self> for Operations {
-    fn add_assign(&mut self, earlier: &Self) {
-        let Self { count, errors, bytes, latency_ns: _ } = earlier;
-        self.count += count;
-        self.errors += errors;
-        self.bytes += bytes;
-    }
-}
-
-impl AddAssign<&Self> for MemoryUse {
-    fn add_assign(&mut self, earlier: &Self) {
-        let Self { bytes: _, bytes_most: _, waits, failed } = earlier;
-        self.waits += waits;
-        self.failed += failed;
-    }
-}
-
-impl AddAssign<&Self> for SystemCalls {
-    fn add_assign(&mut self, earlier: &Self) {
-        let Self { io_submit, io_getevents, io_uring_enter, epoll_wait, eventfd_write } = earlier;
-        self.io_submit += io_submit;
-        self.io_getevents += io_getevents;
-        self.io_uring_enter += io_uring_enter;
-        self.epoll_wait += epoll_wait;
-        self.eventfd_write += eventfd_write;
-    }
-}
-
-impl AddAssign for Counts {
-    fn add_assign(&mut self, other: Self) {
-        let Self { requests, bytes, errors } = other;
-        self.requests += requests;
-        self.bytes += bytes;
-        self.errors += errors;
-    }
-}
-
-impl AddAssign for Served {
-    fn add_assign(&mut self, other: Self) {
-        let Self { reads, writes, flushes, discards, write_zeroes, others } = other;
-        self.reads += reads;
-        self.writes += writes;
-        self.flushes += flushes;
-        self.discards += discards;
-        self.write_zeroes += write_zeroes;
-        self.others += others;
     }
 }
 
