@@ -30,8 +30,8 @@ use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::daemon::Daemon;
+use crate::process::peer::Peer;
 use crate::socket::Endpoint;
-use crate::socket::peer::Peer;
 use crate::socket::permissions::SocketGroups;
 use crate::takeover;
 use access::{Access, Role};

@@ -1,7 +1,9 @@
-//! The process: its features, limits, descriptors, and the service manager.
+//! The process: its features, limits, descriptors, peers, and the service manager.
 
 pub(crate) mod bell;
+pub(crate) mod fd_messages;
 pub mod limits;
+pub mod peer;
 pub(crate) mod service_manager;
 
 /// The features of this build.

@@ -1,7 +1,6 @@
-//! Sockets that front-ends connect to; their peers, and the permissions of all sockets.
+//! Sockets that front-ends connect to, and the permissions of all sockets.
 
 pub mod inherited;
-pub mod peer;
 pub(crate) mod permissions;
 
 use std::io;
@@ -21,8 +20,8 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds};
 
+use crate::process::peer::Peer;
 use crate::sandbox::{self, helper};
-use peer::Peer;
 use permissions::SocketGroups;
 
 /// A source of front-ends.
@@ -398,23 +397,9 @@ fn find_listener(path: &Path) -> io::Result<Option<(Option<OwnedFd>, Option<u32>
     if let Some(found) = helper::find_listener(path) {
         return Ok(found?.map(|process| (None, process)));
     }
-    let Some(connected) = connect(path)? else { return Ok(None) };
+    let Some(connected) = helper::connect(path)? else { return Ok(None) };
     let process = connected.as_ref().and_then(|socket| Peer::from_socket(socket).ok()?.pid);
     Ok(Some((connected, process)))
-}
-
-/// Connects to a socket. `None`: no program listens there. `Some(None)`: the backlog of the
-/// listener is full.
-fn connect(path: &Path) -> io::Result<Option<Option<OwnedFd>>> {
-    let (flags, address) =
-        (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(Some(Some(socket))),
-        Err(Errno::AGAIN) => Ok(Some(None)),
-        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 impl Drop for OwnSocket {

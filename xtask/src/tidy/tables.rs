@@ -76,10 +76,7 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/ringhaul/src/sandbox/unlisted.rs", "a signal handler that denies system calls"),
     ("crates/ringhaul/src/sandbox/helper.rs", "forks a process, and closes its descriptors"),
     ("crates/ringhaul-cli/src/heap.rs", "an option of the heap, by the name that it looks for"),
-    (
-        "crates/ringhaul/src/socket/peer.rs",
-        "asks for options of sockets that rustix has no room for",
-    ),
+    ("crates/ringhaul/src/process/peer.rs", "asks for the groups of a peer, as no crate does"),
     (
         "crates/bench/src/peer.rs",
         "asks for a process id that may be 0, which rustix has no room for",

@@ -11,7 +11,7 @@ use blockio::executor::Lock;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::socket::peer::Peer;
+use crate::process::peer::Peer;
 use crate::spec::UnitPlace;
 
 /// The most events that wait for a subscriber.

@@ -21,7 +21,7 @@ use rustix::process::geteuid;
 use super::descriptors::Descriptor;
 use crate::open::disk::PassedFiles;
 use crate::options::ServeArgs;
-use crate::socket::peer::peer_is_in_group;
+use crate::process::peer::peer_is_in_group;
 use crate::socket::permissions::{self, SocketGroups};
 use crate::spec::command::Command;
 use crate::spec::{

@@ -18,7 +18,7 @@ use crate::control::subscribers::{
     EventKind, EventReceiver, ExportEvent, QUEUED_MAX, Subscription,
 };
 use crate::daemon::Daemon;
-use crate::socket::peer::Peer;
+use crate::process::peer::Peer;
 use crate::spec::ExportSettings;
 use crate::spec::command::{Command, CommandError, Reply};
 use crate::spec::process::{SuccessorProgress, SuccessorStart};

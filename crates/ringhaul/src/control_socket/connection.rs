@@ -1,8 +1,7 @@
 //! One client's connection: lines in both directions, each with a limit on its length and on the
 //! time that it takes.
 
-use std::io::{self, Cursor, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io::{self, Cursor};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -10,11 +9,9 @@ use std::time::{Duration, Instant};
 use blockio::executor::Lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, Shutdown,
-    recvmsg, send, shutdown,
-};
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
+use crate::process::fd_messages::{self, FDS_MAX, Received};
 use crate::takeover::wire::send_fds;
 
 /// The limits on a client's lines.
@@ -34,10 +31,6 @@ pub(super) const LIMITS: Limits = Limits {
     line_time: Duration::from_secs(30),
     taken_within: Duration::from_secs(5),
 };
-
-/// The most descriptors that come with a request: as many as the kernel lets through with one
-/// message (`SCM_MAX_FD`).
-pub(super) const FDS_MAX: usize = 253;
 
 /// Bytes that are read at once.
 const PIECE_BYTES: usize = 16 << 10;
@@ -138,28 +131,25 @@ impl Connection {
     /// Receives some bytes with their descriptors. Returns the number of bytes.
     fn receive_piece(&self, input: &mut Input) -> io::Result<usize> {
         let mut piece = [0; PIECE_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        // Without room for them, the kernel closes descriptors.
-        let mut control = if input.refuses_fds {
-            RecvAncillaryBuffer::default()
+        let received = if input.refuses_fds {
+            // Without room for them, the kernel closes descriptors.
+            recv(&self.stream, &mut piece[..], RecvFlags::DONTWAIT).map(|(bytes, _)| Received {
+                bytes,
+                fds: Vec::new(),
+                lacks_fds: false,
+            })
         } else {
-            RecvAncillaryBuffer::new(&mut space)
+            fd_messages::receive(&self.stream, &mut piece, RecvFlags::DONTWAIT)
         };
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let slices = &mut [IoSliceMut::new(&mut piece)];
-        let received = match recvmsg(&self.stream, slices, &mut control, flags) {
+        let received = match received {
             Err(Errno::INTR) => return Err(io::ErrorKind::WouldBlock.into()),
             received => received?,
         };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                input.fds.extend(fds);
-            }
-        }
+        input.fds.extend(received.fds);
         if input.fds.len() > FDS_MAX {
             return Err(io::Error::other("a request has more descriptors than are allowed"));
         }
-        if received.flags.contains(ReturnFlags::CTRUNC) && !input.refuses_fds {
+        if received.lacks_fds {
             let text = "the limit on open files is reached; raise it (ulimit -n)";
             return Err(io::Error::other(text));
         }

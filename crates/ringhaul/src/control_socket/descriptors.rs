@@ -1,8 +1,6 @@
 //! Files that a client opens with its own rights, and passes beside a request.
 
 use std::fs::File;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -13,13 +11,13 @@ use blockio::DiskOptions;
 use blockio::disk::open_for_other;
 use disks::open::for_other::open_files;
 use disks::spec::BackingFiles;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::net::SendFlags;
 use rustix::process::geteuid;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::connection::FDS_MAX;
 use super::trusted_path;
+use crate::process::fd_messages::{self, FDS_MAX};
 use crate::spec::{DiskSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 
 /// A file that is passed, in the order of the descriptors.
@@ -133,12 +131,7 @@ fn leave_backing_files(disk: &mut DiskSpec) -> bool {
 /// When the peer has hung up.
 pub fn send_line(stream: &UnixStream, line: &[u8], fds: &[impl AsFd]) -> std::io::Result<usize> {
     let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err(std::io::Error::other("too many descriptors for one request"));
-    }
-    Ok(sendmsg(stream, &[IoSlice::new(line)], &mut control, SendFlags::NOSIGNAL)?)
+    fd_messages::send(stream, line, &fds, SendFlags::empty())
 }
 
 /// Gives each received descriptor its name, and checks that it is the file of that name.

@@ -495,7 +495,7 @@ mod tests {
     use super::super::client_quota::ClientQuota;
     use super::super::connection::{Connection, LIMITS};
     use super::*;
-    use crate::socket::peer::Peer;
+    use crate::process::peer::Peer;
 
     /// Collects all keys of objects that a schema describes, and all words that it takes.
     fn names(schema: &Value, found: &mut BTreeSet<String>) {

@@ -11,25 +11,20 @@
 //! it does on a thread of its own.
 
 use std::collections::BTreeMap;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Instant;
 
 use rustix::fs::fcntl_get_seals;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
-    sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, socketpair, sockopt,
 };
 use serde::{Deserialize, Serialize};
 use vhost_user::{FdIndex, PassedFds};
 
+use crate::process::fd_messages::{self, FDS_MAX};
 use crate::process::service_manager;
-
-/// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
-const MAX_FDS: usize = 253;
 
 /// Messages after which descriptors are put together into few.
 const MESSAGES_MAX: usize = 128;
@@ -210,7 +205,7 @@ impl Stash {
         let (numbers, fds): (Vec<Number>, Vec<_>) =
             found.iter().map(|(number, fd)| (*number, fd.as_fd())).unzip();
         self.messages = 0;
-        for (numbers, fds) in numbers.chunks(MAX_FDS).zip(fds.chunks(MAX_FDS)) {
+        for (numbers, fds) in numbers.chunks(FDS_MAX).zip(fds.chunks(FDS_MAX)) {
             self.send(numbers, fds)?;
             self.messages += 1;
         }
@@ -228,33 +223,17 @@ impl Stash {
     fn send_bytes(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         #[cfg(test)]
         self.live()?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            let has_room = control.push(SendAncillaryMessage::ScmRights(fds));
-            assert!(has_room, "there is room for as many as a message can have");
-        }
-        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        sendmsg(&self.inlet, &[IoSlice::new(bytes)], &mut control, flags)?;
-        Ok(())
+        fd_messages::send(&self.inlet, bytes, fds, SendFlags::DONTWAIT).map(drop)
     }
 
     /// The first message, which stays.
     fn peek(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
-        let mut bytes = vec![0; MAX_FDS * NUMBER_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let slices = &mut [IoSliceMut::new(&mut bytes)];
-        let received = recvmsg(&self.outlet, slices, &mut control, flags)?.bytes;
-        bytes.truncate(received);
-        let mut fds = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(some) = message {
-                fds.extend(some);
-            }
-        }
-        if fds.len() != received / NUMBER_BYTES && !fds.is_empty() {
+        let mut bytes = vec![0; FDS_MAX * NUMBER_BYTES];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let received = fd_messages::receive(&self.outlet, &mut bytes, flags)?;
+        bytes.truncate(received.bytes);
+        let fds = received.fds;
+        if fds.len() != bytes.len() / NUMBER_BYTES && !fds.is_empty() {
             return Err(io::Error::other("the limit on open files is reached (ulimit -n)"));
         }
         Ok((bytes, fds))

@@ -7,8 +7,7 @@
 
 use std::ffi::{OsStr, c_int};
 use std::fs::File;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -23,15 +22,16 @@ use blockio::file::open_regular;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
-    recvmsg, send, sendmsg, socket_with, socketpair,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recv, send,
+    socket_with, socketpair,
 };
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, set_name, set_no_new_privs};
 
 use super::rules::Rules;
 use super::{calls, capabilities};
+use crate::process::fd_messages;
+use crate::process::peer::Peer;
 
 /// The longest message, in bytes.
 const MESSAGE_BYTES: usize = 16 << 10;
@@ -164,19 +164,12 @@ impl Helper {
 
     fn receive(&self) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut bytes = vec![0; MESSAGE_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let slices = &mut [IoSliceMut::new(&mut bytes)];
-        let received = recvmsg(&self.socket, slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        let file = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-            _ => None,
-        });
+        let received = fd_messages::receive(&self.socket, &mut bytes, RecvFlags::empty())?;
         bytes.truncate(received.bytes);
         if bytes.is_empty() {
             return Err(io::Error::other("the helper of the sandbox has ended"));
         }
-        Ok((bytes, file))
+        Ok((bytes, received.fds.into_iter().next()))
     }
 }
 
@@ -263,37 +256,24 @@ fn open(config: Option<&Path>) -> io::Result<File> {
 
 /// Connects to a socket and hangs up.
 fn find_listener_here(path: &Path) -> io::Result<Vec<u8>> {
+    let Some(connected) = connect(path)? else { return Ok(vec![NO_LISTENER]) };
+    let process = connected.and_then(|socket| Peer::from_socket(socket).ok()?.pid);
+    let process = process.map(|process| process.to_ne_bytes().to_vec());
+    Ok([vec![LISTENER], process.unwrap_or_default()].concat())
+}
+
+/// Connects to a socket. `None`: no program listens there. `Some(None)`: the backlog of the
+/// listener is full.
+pub(crate) fn connect(path: &Path) -> io::Result<Option<Option<OwnedFd>>> {
     let (flags, address) =
         (SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, SocketAddrUnix::new(path)?);
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match connect(&socket, &address) {
-        Ok(()) => {
-            let process = process_of(&socket).map(|process| process.to_ne_bytes().to_vec());
-            Ok([vec![LISTENER], process.unwrap_or_default()].concat())
-        }
-        // The backlog of the listener is full.
-        Err(Errno::AGAIN) => Ok(vec![LISTENER]),
-        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(vec![NO_LISTENER]),
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => Ok(Some(Some(socket))),
+        Err(Errno::AGAIN) => Ok(Some(None)),
+        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
         Err(error) => Err(error.into()),
     }
-}
-
-/// The id of the process at the other end, unless it is not visible here.
-fn process_of(socket: &OwnedFd) -> Option<u32> {
-    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut bytes = libc::socklen_t::try_from(size_of_val(&peer)).ok()?;
-    // SAFETY: the kernel writes at most `bytes` bytes of the structure.
-    let result = unsafe {
-        let peer = (&raw mut peer).cast();
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            peer,
-            &raw mut bytes,
-        )
-    };
-    u32::try_from(peer.pid).ok().filter(|process| result == 0 && *process > 0)
 }
 
 /// Sends an answer. If the daemon is gone, the next request is not received either.
@@ -307,11 +287,6 @@ fn respond(socket: &OwnedFd, number: [u8; 4], answer: io::Result<Vec<u8>>, file:
     };
     let mut answer = [&number, &answer[..]].concat();
     answer.truncate(MESSAGE_BYTES);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
     let files: Vec<_> = file.into_iter().map(rustix::fd::AsFd::as_fd).collect();
-    if !files.is_empty() {
-        control.push(SendAncillaryMessage::ScmRights(&files));
-    }
-    let _ = sendmsg(socket, &[IoSlice::new(&answer)], &mut control, SendFlags::NOSIGNAL);
+    let _ = fd_messages::send(socket, &answer, &files, SendFlags::empty());
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use vhost_user::SessionDetails;
 pub use vhost_user::{QueueDetails, QueueRole, QueueState};
 
-use crate::socket::peer::Peer;
+use crate::process::peer::Peer;
 use crate::spec::qos::FullQosSpec;
 use crate::spec::{ExportSpec, UnitPlace};
 

@@ -18,8 +18,8 @@ use crate::daemon::format::{
     WITHOUT_STASHES, common_format,
 };
 use crate::daemon::saved_state::{SavedState, WritesBlocked};
+use crate::process::peer::Peer;
 use crate::process::service_manager;
-use crate::socket::peer::Peer;
 use crate::spec::command::CommandError;
 use crate::threads::ownership::Refusal;
 

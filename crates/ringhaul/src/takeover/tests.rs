@@ -18,12 +18,12 @@ use serde_json::{Value, json};
 use super::new_process::Predecessor;
 use super::old_process::{OPEN_MAX, TAKE_MAX, hand_over, parse_request};
 use super::wait;
-use super::wire::MAX_FDS;
 use crate::daemon::format::{BEGIN, FORMATS, GIVE_UP, PAUSE, ProcessOptions, TAKE};
 use crate::daemon::saved_state::SavedState;
 use crate::daemon::saved_state::file::StateFile;
 use crate::daemon::{Daemon, Shutdown};
 use crate::options::ServeArgs;
+use crate::process::fd_messages::FDS_MAX;
 use crate::socket::inherited::InheritedSockets;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError, Removal, Reply, StatsReader};
@@ -78,7 +78,7 @@ impl Taker {
         assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "it has hung up");
         let answer: Value = serde_json::from_str(&line).unwrap();
         let descriptors = answer["result"]["descriptors"].as_array().map_or(0, Vec::len);
-        for _ in 0..descriptors.div_ceil(MAX_FDS) {
+        for _ in 0..descriptors.div_ceil(FDS_MAX) {
             self.lines.read_line(&mut line).unwrap();
         }
         answer

@@ -2,20 +2,15 @@
 //! come with empty lines after it, because the kernel limits the descriptors of one message.
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvFlags, SendFlags};
 use rustix::time::{ClockId, clock_gettime};
 
-/// The most descriptors that the kernel lets through with one message (`SCM_MAX_FD`).
-pub(crate) const MAX_FDS: usize = 253;
+use crate::process::fd_messages::{self, FDS_MAX};
 
 /// The longest answer, in bytes.
 const LINE_MAX: usize = 64 << 20;
@@ -38,11 +33,8 @@ pub fn send_fds<'fd>(
     fds: impl Iterator<Item = &'fd OwnedFd>,
 ) -> io::Result<()> {
     let fds: Vec<BorrowedFd<'_>> = fds.map(AsFd::as_fd).collect();
-    for some in fds.chunks(MAX_FDS) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        assert!(control.push(SendAncillaryMessage::ScmRights(some)), "it has room for them");
-        sendmsg(stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL)?;
+    for some in fds.chunks(FDS_MAX) {
+        fd_messages::send(stream, b"\n", some, SendFlags::empty())?;
     }
     Ok(())
 }
@@ -107,21 +99,14 @@ impl Receiver {
 
     fn receive(&mut self) -> io::Result<bool> {
         let mut buffer = vec![0; 64 << 10];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let slices = &mut [IoSliceMut::new(&mut buffer)];
         let received = loop {
-            match recvmsg(&self.stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            match fd_messages::receive(&self.stream, &mut buffer, RecvFlags::empty()) {
                 Err(rustix::io::Errno::INTR) => {}
                 received => break received?,
             }
         };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
-            }
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        self.fds.extend(received.fds);
+        if received.lacks_fds {
             let text = "the limit on open files is reached; raise it (ulimit -n)";
             return Err(io::Error::other(text));
         }

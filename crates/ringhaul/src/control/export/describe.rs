@@ -12,7 +12,7 @@ use vhost_user::Session;
 
 use super::Export;
 use crate::control::hand_over_state::ExportCounters;
-use crate::socket::peer::Peer;
+use crate::process::peer::Peer;
 use crate::spec::UnitPlace;
 use crate::spec::command::StatsReader;
 use crate::spec::qos::QosSpec;
