@@ -35,11 +35,12 @@ use crate::options::ServeArgs;
 use crate::process::limits::MemoryLimits;
 use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
-use crate::spec::command::{Command, CommandError, Reply, StatsReader};
+use crate::spec::command::{Command, CommandError, ExportStatus, Reply, StatsReader};
 use crate::spec::lease_id::lease_id;
 use crate::spec::qos::{LimitGroups, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
+use crate::spec::status::ExportDetails;
 use crate::spec::{EndpointSpec, ExportSettings, ExportSpec, UnitPlace, UnitSpec};
 use crate::threads::engines::{EngineChoice, Thread, Threads, choose, set_up};
 use crate::threads::ownership::{Ownership, PassedOn};
@@ -173,17 +174,13 @@ impl Daemon {
         match command {
             Command::Add(specs) => self.add(specs, false, passed),
             Command::Remove(removal) => Ok(Reply::Removed(Box::new(self.control.remove(removal)?))),
-            Command::Show => Ok(Reply::Exports(self.control.show()?)),
-            Command::Describe(export) => Ok(Reply::Export(Box::new(self.control.details(export)?))),
-            Command::Stats(reader) => self.stats(reader),
-            Command::Set(change) => self.set(&change),
+            Command::Set(change) => self.set(&change).map(Reply::Settings),
             Command::AddUnit(export, unit) => self.add_unit(export, *unit, passed),
             Command::RemoveUnit(export, place) => self.remove_unit(export, place),
             Command::Resize(export, place, size) => self.resize(export, place, size),
             Command::SetDisk(export, place, change) => self.set_disk(export, place, change),
             Command::Resume(export, place) => {
-                self.control.resume_disks(export, place)?;
-                Ok(Reply::Resumed)
+                self.control.resume_disks(export, place).map(|()| Reply::Done)
             }
             Command::SaveState(export) => self.save_state(export),
             Command::LoadState(export, state) => self.load_state(export, &state),
@@ -191,7 +188,7 @@ impl Daemon {
                 // A failed send means that the daemon has ended.
                 let end = || drop(self.events.send(Event::Requested(cause)));
                 self.ownership.run_or_pass_on(PassedOn::End, end);
-                Ok(Reply::Ending)
+                Ok(Reply::Done)
             }
         }
     }
@@ -280,18 +277,40 @@ impl Daemon {
         self.start_time.load(Ordering::Relaxed)
     }
 
-    fn stats(&self, reader: StatsReader) -> Result<Reply, CommandError> {
-        let exports = self.control.stats(reader)?;
-        let iothreads = self.pool.lock().threads.as_ref().ok_or(CommandError::Ending)?.stats();
-        Ok(Reply::Stats(Box::new(DaemonStats {
-            start_time_seconds: self.start_time(),
-            failed_takeovers: self.failed_takeovers.load(Ordering::Relaxed),
-            exports,
-            iothreads,
-        })))
+    /// All exports, in the order in which they were added.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon is ending.
+    pub fn exports(&self) -> Result<Vec<ExportStatus>, CommandError> {
+        self.control.show()
     }
 
-    fn set(&self, change: &SettingsChange) -> Result<Reply, CommandError> {
+    /// The details of an export.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such export, or the daemon is ending.
+    pub fn details(&self, export: String) -> Result<ExportDetails, CommandError> {
+        self.control.details(export)
+    }
+
+    /// All counters.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon is ending.
+    pub fn stats(&self, reader: StatsReader) -> Result<DaemonStats, CommandError> {
+        Ok(DaemonStats {
+            start_time_seconds: self.start_time(),
+            failed_takeovers: self.failed_takeovers.load(Ordering::Relaxed),
+            exports: self.control.stats(reader)?,
+            iothreads: self.pool.lock().threads.as_ref().ok_or(CommandError::Ending)?.stats(),
+        })
+    }
+
+    /// Changes settings, and returns them. An empty change returns the current settings.
+    fn set(&self, change: &SettingsChange) -> Result<Settings, CommandError> {
         let _ours = self.ownership.await_ours()?;
         let mut pool = self.pool.lock();
         let threads = pool.threads.as_mut().ok_or(CommandError::Ending)?;
@@ -307,7 +326,7 @@ impl Daemon {
                 "settings: poll-max-us {poll_max_us}, poll-budget {poll_budget}, log {log}"
             );
         }
-        Ok(Reply::Settings(settings))
+        Ok(settings)
     }
 
     fn add_unit(
@@ -366,7 +385,7 @@ impl Daemon {
         }
         drop(device);
         tracing::info!(export = log_name, "{line}");
-        Ok(Reply::UnitAdded)
+        Ok(Reply::Done)
     }
 
     fn remove_unit(&self, export: String, place: UnitPlace) -> Result<Reply, CommandError> {
@@ -393,7 +412,7 @@ impl Daemon {
                      the export ends"
             )
         })?;
-        Ok(Reply::UnitRemoved)
+        Ok(Reply::Done)
     }
 
     fn set_disk(

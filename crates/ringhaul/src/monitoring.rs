@@ -4,7 +4,7 @@ pub(crate) mod exposition;
 pub(crate) mod server;
 
 use crate::daemon::Daemon;
-use crate::spec::command::{Command, CommandError, Reply, StatsReader};
+use crate::spec::command::{CommandError, StatsReader};
 use exposition::exposition;
 
 /// All metrics of a daemon in the text format of Prometheus, version 0.0.4.
@@ -13,11 +13,6 @@ use exposition::exposition;
 ///
 /// When the daemon is ending.
 pub(crate) fn metrics(daemon: &Daemon) -> Result<String, CommandError> {
-    let Reply::Exports(exports) = daemon.handle(Command::Show)? else {
-        unreachable!("`Show` lists exports")
-    };
-    let Reply::Stats(stats) = daemon.handle(Command::Stats(StatsReader::Monitoring))? else {
-        unreachable!("`Stats` returns counters")
-    };
-    Ok(exposition(&stats, &exports))
+    let exports = daemon.exports()?;
+    Ok(exposition(&daemon.stats(StatsReader::Monitoring)?, &exports))
 }

@@ -30,7 +30,7 @@ use crate::process::service_manager;
 use crate::sandbox;
 use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
-use crate::spec::command::{Command, CommandError, EndCause, Reply};
+use crate::spec::command::{Command, CommandError, EndCause};
 use crate::spec::settings::Settings;
 use crate::spec::values::MetricsAddress;
 use crate::spec::{EndpointSpec, ExportSpec};
@@ -208,8 +208,7 @@ fn reload_served(
     if let Some(served) = served {
         return Reload::start(file, config, &served, Arc::downgrade(daemon));
     }
-    let shown = daemon.handle(Command::Show).map_err(CommandError::into_error)?;
-    let Reply::Exports(shown) = shown else { unreachable!("{shown:?} is no list") };
+    let shown = daemon.exports().map_err(CommandError::into_error)?;
     let is_served =
         |export: &&ExportSpec| shown.iter().any(|status| status.spec.endpoint == export.endpoint);
     let served: Vec<ExportSpec> = config.exports.iter().filter(is_served).cloned().collect();

@@ -73,8 +73,7 @@ impl Client {
     /// Describes the start of a process that is to take over. Its standard output and standard
     /// error follow the answer as descriptors.
     pub(super) fn begin_upgrade(&mut self) -> Result<SuccessorStart, RpcError> {
-        let start = takeover::successor_start(&*self.daemon()?);
-        let start = start.map_err(|error| RpcError::from(&error))?;
+        let start = takeover::successor_start(&*self.daemon()?)?;
         let streams =
             [io::stdout().as_fd(), io::stderr().as_fd()].map(|fd| fd.try_clone_to_owned());
         let streams: io::Result<Vec<_>> = streams.into_iter().collect();
@@ -91,7 +90,7 @@ impl Client {
         process: u32,
         limit: Duration,
     ) -> Result<SuccessorProgress, RpcError> {
-        takeover::wait(&*self.daemon()?, process, limit).map_err(|error| RpcError::from(&error))
+        Ok(takeover::wait(&*self.daemon()?, process, limit)?)
     }
 
     /// Checks that the client may call a method that needs this role.
@@ -134,15 +133,13 @@ impl Client {
             let text = format!("no disk of the request is at the place of {}", name.path.display());
             return Err(RpcError::new(Code::Params, text));
         }
-        let done = self.daemon()?.handle_with(command, &passed);
-        done.map_err(|error| RpcError::from(&error))
+        Ok(self.daemon()?.handle_with(command, &passed)?)
     }
 
     /// The settings of the export that a command adds a unit to.
     fn settings_for(&self, command: &Command) -> Result<ExportSettings, RpcError> {
         let Command::AddUnit(name, _) = command else { return Ok(ExportSettings::default()) };
-        let shown = self.daemon()?.handle(Command::Show).map_err(|error| RpcError::from(&error))?;
-        let Reply::Exports(shown) = shown else { unreachable!("{shown:?} is no list") };
+        let shown = self.daemon()?.exports()?;
         let export = shown.into_iter().find(|status| status.spec.is_called(name));
         // The daemon refuses a unit of an export that does not exist.
         Ok(export.map(|status| status.spec.settings).unwrap_or_default())
@@ -179,8 +176,7 @@ impl Client {
     }
 
     pub(super) fn daemon(&self) -> Result<Arc<Daemon>, RpcError> {
-        let ending = || RpcError::from(&CommandError::Ending);
-        self.daemon.upgrade().ok_or_else(ending)
+        Ok(self.daemon.upgrade().ok_or(CommandError::Ending)?)
     }
 }
 

@@ -68,8 +68,8 @@ impl RpcError {
     }
 }
 
-impl From<&CommandError> for RpcError {
-    fn from(error: &CommandError) -> Self {
+impl From<CommandError> for RpcError {
+    fn from(error: CommandError) -> Self {
         let code = match error {
             CommandError::Exists(_) | CommandError::UnitExists(..) => Code::Exists,
             CommandError::Unknown(_)
@@ -305,9 +305,9 @@ mod tests {
             (E::Invalid(why()), Code::Params, false),
             (E::Failed(why()), Code::Failed, false),
         ] {
-            let told = RpcError::from(&error);
-            assert_eq!(told, RpcError::new(code, error.to_string()));
             assert_eq!(error.is_transient(), is_transient, "{error:?}");
+            let text = error.to_string();
+            assert_eq!(RpcError::from(error), RpcError::new(code, text));
         }
     }
 

@@ -216,7 +216,7 @@ fn ping(_: Ping, _: &mut Client) -> Result<Version, RpcError> {
 struct List {}
 
 fn list(_: List, client: &mut Client) -> Result<Vec<ExportStatus>, RpcError> {
-    ask!(client, Command::Show, Reply::Exports)
+    Ok(client.daemon()?.exports()?)
 }
 
 /// Describes an export in detail.
@@ -228,7 +228,7 @@ struct Show {
 }
 
 fn show(params: Show, client: &mut Client) -> Result<ExportDetails, RpcError> {
-    ask!(client, Command::Describe(params.export), Reply::Export).map(|details| *details)
+    Ok(client.daemon()?.details(params.export)?)
 }
 
 /// Opens the disks of an export and serves it.
@@ -402,7 +402,7 @@ fn set(params: SettingsChange, client: &mut Client) -> Result<Settings, RpcError
 struct Counters {}
 
 fn stats(_: Counters, client: &mut Client) -> Result<DaemonStats, RpcError> {
-    ask!(client, Command::Stats(StatsReader::Control), Reply::Stats).map(|stats| *stats)
+    Ok(client.daemon()?.stats(StatsReader::Control)?)
 }
 
 /// Returns the metrics for a monitoring system.
@@ -418,8 +418,7 @@ struct MetricsText {
 }
 
 fn metrics(_: Metrics, client: &mut Client) -> Result<MetricsText, RpcError> {
-    let text = monitoring::metrics(&*client.daemon()?).map_err(|error| RpcError::from(&error))?;
-    Ok(MetricsText { text })
+    Ok(MetricsText { text: monitoring::metrics(&*client.daemon()?)? })
 }
 
 /// Describes the process of the daemon and the limits that the system sets it.
@@ -428,7 +427,7 @@ fn metrics(_: Metrics, client: &mut Client) -> Result<MetricsText, RpcError> {
 struct Process {}
 
 fn process_status(_: Process, client: &mut Client) -> Result<ProcessStatus, RpcError> {
-    client.daemon()?.process_status().map_err(|error| RpcError::from(&error))
+    Ok(client.daemon()?.process_status()?)
 }
 
 /// Returns the last lines of the log.

@@ -187,7 +187,7 @@ impl Daemon {
         let opening = self.check_sockets(opening, &all)?;
         let ready = ExportOpener::begin(opening, false, passed).take_ready(None);
         self.serve_opened(self.without_failed(ready, &all)?, &all)?;
-        Ok(Reply::Added)
+        Ok(Reply::Done)
     }
 
     /// Takes the names and the sockets of exports.

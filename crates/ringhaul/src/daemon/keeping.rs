@@ -36,10 +36,7 @@ impl Daemon {
     ///
     /// When the daemon has ended.
     pub(crate) fn settings(&self) -> Result<Settings, CommandError> {
-        match self.set(&SettingsChange::default())? {
-            Reply::Settings(settings) => Ok(settings),
-            other => unreachable!("{other:?} is no setting"),
-        }
+        self.set(&SettingsChange::default())
     }
 
     /// Keeps the change by a command, before the command is answered.

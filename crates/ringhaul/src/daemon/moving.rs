@@ -27,7 +27,7 @@ impl Daemon {
         if state.is_null() {
             turns.forget().map_err(|_| CommandError::HandingOver)?;
             tracing::info!(export, "the loaded state is dropped");
-            return Ok(Reply::StateLoaded);
+            return Ok(Reply::Done);
         }
         let state = MovedState::parse(state).with_context(loading);
         let loaded = turns.load(state.map_err(CommandError::Invalid)?);
@@ -37,7 +37,7 @@ impl Daemon {
             _ => CommandError::Invalid(error),
         })?;
         tracing::info!(export, "the next guest continues with the state that is loaded");
-        Ok(Reply::StateLoaded)
+        Ok(Reply::Done)
     }
 }
 
@@ -133,8 +133,8 @@ mod tests {
         turns.release(1).unwrap();
         let Ok(Reply::State(state)) = save() else { panic!("there is no state") };
         assert!(matches!(load(&json!({})), Err(CommandError::Invalid(_))));
-        assert!(matches!(load(&state), Ok(Reply::StateLoaded)));
-        assert!(matches!(load(&Value::Null), Ok(Reply::StateLoaded)));
+        assert!(matches!(load(&state), Ok(Reply::Done)));
+        assert!(matches!(load(&Value::Null), Ok(Reply::Done)));
         // The next process has the states of the turn.
         turns.hand_over();
         for state in [&state, &Value::Null] {

@@ -50,9 +50,7 @@ impl Daemon {
     /// Reports the states of all exports to the service manager.
     pub(crate) fn report_state(&self) -> Result<(), CommandError> {
         let _alone = REPORTING.lock();
-        if let Reply::Exports(exports) = self.handle(Command::Show)? {
-            service_manager::status(&count_states(&exports));
-        }
+        service_manager::status(&count_states(&self.exports()?));
         Ok(())
     }
 

@@ -18,7 +18,7 @@ use crate::open::parallel::{ParallelCalls, Yield};
 use crate::options::config::{Config, ConfigFile};
 use crate::options::export::OF_EXPORTS;
 use crate::process::service_manager;
-use crate::spec::command::{Command, CommandError, Removal, Reply};
+use crate::spec::command::{Command, CommandError, Removal};
 use crate::spec::rules::{matches_export, matches_unit};
 use crate::spec::settings::SettingsChange;
 use crate::spec::{DeviceSpec, ExportSpec, UnitPlace};
@@ -250,13 +250,7 @@ impl Reloader {
     /// changes of other options.
     fn apply_options(&mut self, config: &Config) {
         let Some(daemon) = self.daemon.upgrade() else { return };
-        let set = |change| match daemon.handle_from_config(Command::Set(change)) {
-            Ok(Reply::Settings(settings)) => Ok(settings),
-            Ok(other) => unreachable!("{other:?} is no setting"),
-            Err(error) => Err(error),
-        };
-        // An empty change returns the current settings.
-        let Ok(current) = set(SettingsChange::default()) else { return };
+        let Ok(current) = daemon.settings() else { return };
         let keys: BTreeSet<&String> = self.options.keys().chain(config.options.keys()).collect();
         let differs = |key: &String| match key.as_str() {
             LOG => current.log != config.options.get(LOG).map(|option| value_of(option)),
@@ -279,7 +273,7 @@ impl Reloader {
             poll_max_us: has(POLL_MAX_US).then_some(config.args.poll_max_us.into()),
             poll_budget: has(POLL_BUDGET).then_some(config.args.poll_budget.into()),
         };
-        match set(change.clone()) {
+        match daemon.set(&change) {
             Ok(_) => {
                 daemon.record_config_settings(&change);
                 for key in now {
@@ -369,11 +363,7 @@ impl Change {
 
 /// All exports as they are now. `None` if the daemon is ending.
 fn current_exports(daemon: &Daemon) -> Option<Vec<ExportSpec>> {
-    match daemon.handle(Command::Show) {
-        Ok(Reply::Exports(all)) => Some(all.into_iter().map(|status| status.spec).collect()),
-        Ok(other) => unreachable!("{other:?} is no list of exports"),
-        Err(_) => None,
-    }
+    Some(daemon.exports().ok()?.into_iter().map(|status| status.spec).collect())
 }
 
 /// Changes units of an export, and calls `done` with each change that was made. The next SIGHUP

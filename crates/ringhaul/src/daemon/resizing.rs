@@ -208,7 +208,7 @@ mod tests {
         file.set_len(16384).unwrap();
         assert_eq!(resize(None, false).1, 2, "another program has enlarged it");
         assert_eq!(resize(Some(4096), true).1, 2);
-        let Reply::Exports(exports) = daemon.handle(Command::Show).unwrap() else { panic!() };
+        let exports = daemon.exports().unwrap();
         assert!(exports.iter().all(|export| export.size_bytes == 4096), "{exports:?}");
     }
 }

@@ -49,13 +49,13 @@ impl ChangedPart {
             Command::Set(change) if *change != SettingsChange::default() => {
                 Self::Settings(change.clone())
             }
-            Command::SetDisk(..) | Command::Set(_) | Command::Resize(..) | Command::Resume(..) => {
-                return None;
-            }
-            Command::SaveState(_) | Command::LoadState(..) => return None,
-            Command::Show | Command::Describe(_) | Command::Stats(_) | Command::End(_) => {
-                return None;
-            }
+            Command::SetDisk(..)
+            | Command::Set(_)
+            | Command::Resize(..)
+            | Command::Resume(..)
+            | Command::SaveState(_)
+            | Command::LoadState(..)
+            | Command::End(_) => return None,
         })
     }
 }

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use crate::daemon::Daemon;
 use crate::socket::Endpoint;
-use crate::spec::command::{Command, ExportState, Reply};
+use crate::spec::command::ExportState;
 use crate::spec::values::MetricsAddress;
 
 /// The most clients at once. Further ones wait to be accepted.
@@ -229,9 +229,8 @@ fn page(path: &str, daemon: &Weak<Daemon>) -> (&'static str, String) {
             Err(error) => (UNAVAILABLE, format!("{error}\n")),
         };
     }
-    let exports = match daemon.handle(Command::Show) {
-        Ok(Reply::Exports(exports)) => exports,
-        Ok(other) => unreachable!("{other:?} is no list of exports"),
+    let exports = match daemon.exports() {
+        Ok(exports) => exports,
         Err(error) => return (UNAVAILABLE, format!("{error}\n")),
     };
     let opening = exports.iter().filter(|export| export.state == ExportState::Opening).count();

@@ -7,7 +7,6 @@ use serde_json::Value;
 
 use crate::spec::qos::{FullQosSpec, QosChange};
 use crate::spec::settings::{Settings, SettingsChange};
-use crate::spec::stats::DaemonStats;
 pub use crate::spec::status::{
     Counts, DiskState, ExportDetails, ExportState, ExportStatus, Served,
 };
@@ -21,12 +20,6 @@ pub enum Command {
     Add(Vec<ExportSpec>),
     /// End an export and wait for its end.
     Remove(Removal),
-    /// Describe the exports.
-    Show,
-    /// Describe one export in detail.
-    Describe(String),
-    /// Read all counters.
-    Stats(StatsReader),
     /// Change the settings that can change at run time.
     Set(SettingsChange),
     /// Add a logical unit to the virtio-scsi device of the named export, and notify its driver.
@@ -52,8 +45,7 @@ pub enum Command {
 }
 
 /// The reader of counters. Each has its own peaks since its last reading.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StatsReader {
     /// A client of the control socket.
     Control,
@@ -135,34 +127,18 @@ impl EndCause {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply {
-    /// The disks are served.
-    Added,
+    /// The command was carried out.
+    Done,
     /// The export has ended, with its final status.
     Removed(Box<ExportStatus>),
-    /// All exports, in the order in which they were added.
-    Exports(Vec<ExportStatus>),
-    /// The details of an export.
-    Export(Box<ExportDetails>),
-    /// The counters.
-    Stats(Box<DaemonStats>),
     /// The current settings.
     Settings(Settings),
-    /// The logical unit is added.
-    UnitAdded,
-    /// The logical unit is removed.
-    UnitRemoved,
     /// The new size of the disk in bytes.
     Resized(u64),
     /// The rules of the disk that apply now.
     Rules(Box<FullQosSpec>),
-    /// The failed requests that waited are being retried.
-    Resumed,
     /// The state of the units of an export.
     State(Value),
-    /// The next guest continues with the state.
-    StateLoaded,
-    /// The daemon is ending.
-    Ending,
 }
 
 /// The reason that a command failed.

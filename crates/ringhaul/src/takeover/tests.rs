@@ -26,11 +26,11 @@ use crate::options::ServeArgs;
 use crate::process::fd_messages::FDS_MAX;
 use crate::socket::inherited::InheritedSockets;
 use crate::spec::ExportSpec;
-use crate::spec::command::{Command, CommandError, Removal, Reply, StatsReader};
+use crate::spec::command::{Command, CommandError, Removal, StatsReader};
 use crate::spec::process::SuccessorProgress;
 use crate::spec::settings::{Settings, SettingsChange};
 use crate::spec::stats::DaemonStats;
-use crate::spec::status::{ExportDetails, Served};
+use crate::spec::status::{ExportDetails, ExportStatus, Served};
 use crate::testing::wait_until;
 
 /// A command that waits for the end of a hand-over in vain takes longer.
@@ -179,13 +179,8 @@ fn serve_taker(daemon: &Arc<Daemon>, stream: UnixStream) -> Option<String> {
 
 /// All exports in detail, without the parts that a takeover changes.
 fn details(daemon: &Daemon) -> Vec<ExportDetails> {
-    let Ok(Reply::Exports(exports)) = daemon.handle(Command::Show) else { panic!("no exports") };
-    let detail = |name: String| match daemon.handle(Command::Describe(name)) {
-        Ok(Reply::Export(details)) => *details,
-        other => panic!("{other:?}"),
-    };
-    let mut all: Vec<ExportDetails> =
-        exports.into_iter().map(|status| detail(status.name())).collect();
+    let detail = |status: ExportStatus| daemon.details(status.name()).unwrap();
+    let mut all: Vec<ExportDetails> = daemon.exports().unwrap().into_iter().map(detail).collect();
     for export in &mut all {
         export.status.served = Served::default();
         export.front_end.iter_mut().for_each(|front_end| front_end.connected_seconds = 0);
@@ -194,17 +189,11 @@ fn details(daemon: &Daemon) -> Vec<ExportDetails> {
 }
 
 fn stats(daemon: &Daemon) -> DaemonStats {
-    match daemon.handle(Command::Stats(StatsReader::Control)) {
-        Ok(Reply::Stats(stats)) => *stats,
-        other => panic!("{other:?}"),
-    }
+    daemon.stats(StatsReader::Control).unwrap()
 }
 
 fn settings(daemon: &Daemon) -> Settings {
-    match daemon.handle(Command::Set(SettingsChange::default())) {
-        Ok(Reply::Settings(settings)) => settings,
-        other => panic!("{other:?}"),
-    }
+    daemon.settings().unwrap()
 }
 
 #[test]

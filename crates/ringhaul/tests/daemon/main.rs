@@ -354,10 +354,7 @@ fn an_export_is_shown_with_its_front_end() -> Result<()> {
     let mut scene = Scene::new(&["--engine", "threads"])?;
     let export = ExportSpec { name: Some("vm".into()), ..scene.export("disk", SECTORS)? };
     scene.add(&[&export])?;
-    let show = || match scene.handle(Command::Describe("vm".into()))? {
-        Reply::Export(details) => Ok(*details),
-        reply => bail!("{reply:?}"),
-    };
+    let show = || scene.daemon.details("vm".into());
     let before = show()?;
     ensure!(before.status == scene.show()?[0] && before.front_end.is_none(), "{before:?}");
     let [disk] = &before.disks[..] else { bail!("{before:?}") };
@@ -382,7 +379,7 @@ fn an_export_is_shown_with_its_front_end() -> Result<()> {
     ensure!(first.size.is_power_of_two() && memory.bytes > 0 && memory.regions > 0, "{memory:?}");
     drop(frontend);
     scene.wait_until(|| show().is_ok_and(|details| details.front_end.is_none()))?;
-    ensure!(scene.daemon.handle(Command::Describe("disk".into())).is_err(), "there is no such");
+    ensure!(scene.daemon.details("disk".into()).is_err(), "there is no such");
     ensure!(scene.end() == Outcome::Clean, "it did not end cleanly");
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use ringhaul::daemon::Daemon;
 use ringhaul::options::ServeArgs;
@@ -85,19 +85,16 @@ impl Scene {
 
     pub(crate) fn add(&self, exports: &[&ExportSpec]) -> Result<()> {
         let reply = self.handle(Command::Add(exports.iter().copied().cloned().collect()))?;
-        ensure!(reply == Reply::Added, "{reply:?}");
+        ensure!(reply == Reply::Done, "{reply:?}");
         Ok(())
     }
 
     pub(crate) fn show(&self) -> Result<Vec<ExportStatus>> {
-        match self.handle(Command::Show)? {
-            Reply::Exports(exports) => Ok(exports),
-            reply => bail!("{reply:?}"),
-        }
+        Ok(self.daemon.exports()?)
     }
 
     pub(crate) fn begin_end(&self, cause: EndCause) {
-        assert!(matches!(self.daemon.handle(Command::End(cause)), Ok(Reply::Ending)));
+        assert!(matches!(self.daemon.handle(Command::End(cause)), Ok(Reply::Done)));
     }
 
     /// Ends the daemon, which may have begun to end. SIGHUP is never taken for a second signal.

@@ -191,11 +191,7 @@ fn an_export_that_is_removed_in_its_last_step_is_served_and_ends() {
         // The deadline only ends a hopeless wait.
         let removal = Removal { deadline_ms: Some(60_000), ..Removal::new(name) };
         let removed = scope.spawn(|| daemon.handle(Command::Remove(removal)));
-        let is_removed = |reply| match reply {
-            Ok(Reply::Exports(exports)) => exports[0].state == ExportState::Stopping,
-            reply => panic!("{reply:?}"),
-        };
-        while !is_removed(daemon.handle(Command::Show)) {
+        while daemon.exports().unwrap()[0].state != ExportState::Stopping {
             std::thread::yield_now();
         }
         let setup = daemon.set_up(export, disks, endpoint).map_err(FailedExport::release).unwrap();

@@ -48,10 +48,10 @@ fn changes_of_exports_wait_for_the_end_of_a_hand_over() {
 fn queries_and_settings_do_not_wait_for_a_hand_over() {
     let (old, start) = (Old::new(), Instant::now());
     let _handing_over = old.daemon.ownership().begin_hand_over(7).unwrap();
+    assert_eq!(old.daemon.exports().unwrap().len(), 1);
+    old.daemon.details("vm".to_owned()).unwrap();
+    old.daemon.stats(StatsReader::Control).unwrap();
     for command in [
-        Command::Show,
-        Command::Describe("vm".to_owned()),
-        Command::Stats(StatsReader::Control),
         Command::Set(SettingsChange { poll_max_us: Some(8), ..SettingsChange::default() }),
         Command::SetDisk("vm".to_owned(), None, Box::default()),
         Command::Resume("vm".to_owned(), None),
