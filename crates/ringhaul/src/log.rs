@@ -38,7 +38,8 @@ use queue::Lines;
 pub(crate) use export_span::export_span;
 pub(crate) use queue::dropped_lines;
 pub use queue::flush;
-pub(crate) use recent::{RecentLine, recent_lines};
+pub use recent::LogLine;
+pub(crate) use recent::recent_lines;
 
 /// Values of `--log-format`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

@@ -13,7 +13,7 @@ use super::descriptors::Descriptor;
 use super::message::{Code, RpcError};
 use super::schema::Schemas;
 use crate::control::subscribers::{EventKind, ExportEvent};
-use crate::daemon::process_status::log_lines;
+use crate::log::recent_lines;
 use crate::monitoring;
 use crate::process;
 use crate::spec::command::{Command, EndCause, ExportStatus, NewSize, Removal, Reply, StatsReader};
@@ -436,7 +436,7 @@ fn process_status(_: Process, client: &mut Client) -> Result<ProcessStatus, RpcE
 struct Log {}
 
 fn log(_: Log, client: &mut Client) -> Result<LogLines, RpcError> {
-    client.daemon().map(|_| log_lines())
+    client.daemon().map(|_| LogLines { lines: recent_lines() })
 }
 
 /// Sends events on this connection from now on.

@@ -7,12 +7,12 @@ use disks::spec::redact_spec;
 use rustix::process::{Resource, getrlimit};
 
 use super::Daemon;
-use crate::log::{self, RecentLine};
+use crate::log;
 use crate::process::limits::cgroup_limit;
 use crate::process::service_manager;
 use crate::sandbox;
-use crate::spec::command::{Command, CommandError, Reply};
-use crate::spec::process::{LogLine, LogLines, ProcessStatus};
+use crate::spec::command::CommandError;
+use crate::spec::process::ProcessStatus;
 use crate::spec::status::count_states;
 
 /// The bit of `CAP_IPC_LOCK` (capabilities(7)), with which no limit on locked memory applies.
@@ -59,13 +59,6 @@ impl Daemon {
         let options = self.process_options.get().map(|(options, _)| &options.arguments);
         options.into_iter().flatten().map(|option| redact_spec(option)).collect()
     }
-}
-
-/// The last lines of the log.
-pub(crate) fn log_lines() -> LogLines {
-    let lines = log::recent_lines().into_iter();
-    let lines = lines.map(|RecentLine { time_seconds, text }| LogLine { time_seconds, text });
-    LogLines { lines: lines.collect() }
 }
 
 /// The number in a file.

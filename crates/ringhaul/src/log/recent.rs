@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockio::executor::Lock;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// The number of lines that are kept.
 const LINES: usize = 200;
@@ -15,15 +17,17 @@ const LINE_BYTES: usize = 4096;
 static RECENT: RecentLines = RecentLines(Lock::new(VecDeque::new()));
 
 /// A line of the log.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RecentLine {
-    /// Seconds since 1970.
-    pub(crate) time_seconds: u64,
-    pub(crate) text: String,
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct LogLine {
+    /// Its time in seconds since 1970.
+    pub time_seconds: u64,
+    /// The line as it was written, without colours.
+    pub text: String,
 }
 
 /// The last lines, the oldest first.
-pub(crate) fn recent_lines() -> Vec<RecentLine> {
+pub(crate) fn recent_lines() -> Vec<LogLine> {
     RECENT.0.lock().iter().cloned().collect()
 }
 
@@ -32,7 +36,7 @@ pub(super) fn keep(line: &[u8]) {
     RECENT.keep(line);
 }
 
-struct RecentLines(Lock<VecDeque<RecentLine>>);
+struct RecentLines(Lock<VecDeque<LogLine>>);
 
 impl RecentLines {
     fn keep(&self, line: &[u8]) {
@@ -43,7 +47,7 @@ impl RecentLines {
         if lines.len() == LINES {
             lines.pop_front();
         }
-        lines.push_back(RecentLine { time_seconds, text });
+        lines.push_back(LogLine { time_seconds, text });
     }
 }
 

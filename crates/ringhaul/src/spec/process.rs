@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::log::LogLine;
+
 /// The process of a daemon at one moment.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -58,16 +60,6 @@ pub struct ThreadCpus {
 pub struct LogLines {
     /// The lines, the oldest first.
     pub lines: Vec<LogLine>,
-}
-
-/// A line of the log.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub struct LogLine {
-    /// Its time in seconds since 1970.
-    pub time_seconds: u64,
-    /// The line as it was written, without colours.
-    pub text: String,
 }
 
 /// The start of a process that takes over: `PROGRAM LOG-OPTIONS serve --takeover CONTROL`.
