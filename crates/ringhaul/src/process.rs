@@ -6,6 +6,8 @@ pub mod limits;
 pub mod peer;
 pub(crate) mod service_manager;
 
+use std::path::Path;
+
 /// The features of this build.
 pub const FEATURES: &[&str] = &[
     #[cfg(feature = "jemalloc")]
@@ -17,3 +19,9 @@ pub const FEATURES: &[&str] = &[
     #[cfg(feature = "qcow2")]
     "qcow2",
 ];
+
+/// The folder of a file.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
+}

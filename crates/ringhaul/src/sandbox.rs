@@ -21,6 +21,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 
+use crate::process::folder_of;
 use options::SandboxMode;
 pub(crate) use rules::Rules;
 pub(crate) use threads::enter as enter_thread;
@@ -139,7 +140,7 @@ fn denied_folder(path: &Path) -> Option<String> {
     if rules.permits(path) {
         return None;
     }
-    Some(rules::folder_of(path).display().to_string())
+    Some(folder_of(path).display().to_string())
 }
 
 #[cfg(test)]

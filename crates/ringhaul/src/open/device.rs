@@ -15,6 +15,7 @@ use device::{Device, Events, QueueTuning};
 
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
+use crate::process::folder_of;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames,
@@ -285,8 +286,7 @@ fn default_reservations(disk: &DiskSpec) -> Option<PathBuf> {
 
 /// Normalises the path of a file that need not exist.
 fn by_one_name(path: &Path) -> PathBuf {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    match (folder.unwrap_or(Path::new(".")).canonicalize(), path.file_name()) {
+    match (folder_of(path).canonicalize(), path.file_name()) {
         (Ok(folder), Some(name)) => folder.join(name),
         // An invalid path fails when it is used.
         _ => path.to_owned(),

@@ -6,6 +6,8 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::thread::CapabilitySet;
 
+use crate::process::folder_of;
+
 /// The use of a file or a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
@@ -199,12 +201,6 @@ impl Rules {
             }
         })
     }
-}
-
-/// The folder of a file.
-pub(super) fn folder_of(path: &Path) -> &Path {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    folder.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
 }
 
 #[cfg(test)]

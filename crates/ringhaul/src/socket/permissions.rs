@@ -12,6 +12,8 @@ use rustix::fs::{
 };
 use rustix::process::{getegid, geteuid};
 
+use crate::process::folder_of;
+
 const STICKY: u32 = 0o1000;
 const ALL_WRITE: u32 = 0o002;
 const GROUP_WRITE: u32 = 0o020;
@@ -166,11 +168,6 @@ pub(crate) fn group_id(name: &str) -> Result<u32> {
     let no_group =
         || format!("there is no group {name}; use the name or number of an existing group");
     Ok(group.with_context(no_group)?.gid.as_raw())
-}
-
-fn folder_of(path: &Path) -> &Path {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    folder.unwrap_or(Path::new("."))
 }
 
 fn metadata_of(folder: &Path) -> Result<std::fs::Metadata> {

@@ -13,6 +13,7 @@ use std::path::Path;
 use iomem::fits;
 
 use super::values::hash;
+use crate::process::folder_of;
 use crate::spec::{DeviceSpec, EndpointSpec, ExportSpec, UnitPlace};
 
 impl ExportSpec {
@@ -41,8 +42,7 @@ pub(crate) fn lease_id(endpoint: &EndpointSpec, place: Option<UnitPlace>) -> Opt
 /// Resolves a path to its file system and the path within it.
 fn resolve(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_string_lossy();
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
+    let folder = folder_of(path).canonicalize().ok()?;
     let device = folder.metadata().ok()?.dev();
     let folder = escaped(&folder.to_string_lossy());
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();

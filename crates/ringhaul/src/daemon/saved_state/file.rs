@@ -13,6 +13,7 @@ use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
 use super::changes::Changes;
+use crate::process::folder_of;
 
 /// The format that this version writes, and reads.
 const FORMAT: u32 = 1;
@@ -141,11 +142,7 @@ impl StateFile {
         file.write_all(text)?;
         file.sync_all()?;
         std::fs::rename(new, &self.path)?;
-        let folder = match self.path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        File::open(folder)?.sync_all()?;
+        File::open(folder_of(&self.path))?.sync_all()?;
         Ok(Locked(file))
     }
 
