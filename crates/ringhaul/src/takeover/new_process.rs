@@ -132,25 +132,6 @@ impl Predecessor {
         daemon: &Daemon,
         last: impl FnOnce() -> Result<T>,
     ) -> Result<(Taken, T)> {
-        match self.try_take(daemon, last) {
-            Ok((exports, opening, paused_state, result)) => {
-                let Self { receiver, version, process, .. } = self;
-                let PausedState { since_ns, of_file, .. } = paused_state;
-                let taken =
-                    Taken { receiver, since_ns, version, process, exports, of_file, opening };
-                Ok((taken, result))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Returns the number of exports, the exports to be opened, the state of the old process, and
-    /// the result of `last`.
-    fn try_take<T>(
-        &mut self,
-        daemon: &Daemon,
-        last: impl FnOnce() -> Result<T>,
-    ) -> Result<(usize, Vec<ExportSpec>, PausedState, T)> {
         let handed = std::mem::take(&mut self.exports);
         let exports = handed.len();
         // First, because they have the names that their unit gives them.
@@ -176,7 +157,10 @@ impl Predecessor {
         self.receiver.stream().set_read_timeout(None)?;
         ask::<Value>(&mut self.receiver, TAKE, &Value::Null)
             .context("the old process has not confirmed the takeover")?;
-        Ok((exports, opening, paused_state, result))
+        let Self { receiver, version, process, .. } = self;
+        let PausedState { since_ns, of_file, .. } = paused_state;
+        let taken = Taken { receiver, since_ns, version, process, exports, of_file, opening };
+        Ok((taken, result))
     }
 }
 
