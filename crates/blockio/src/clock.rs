@@ -40,14 +40,12 @@ impl LoopClock {
 
     /// The time.
     #[inline]
-    #[must_use]
     pub fn recently(&self) -> Instant {
         self.now.get()
     }
 
     /// The time in nanoseconds since the start of the loop.
     #[inline]
-    #[must_use]
     pub fn nanoseconds(&self) -> u64 {
         self.now_ns.get()
     }
@@ -62,7 +60,6 @@ mod real {
 
     /// The time now.
     #[inline]
-    #[must_use]
     pub fn now() -> Instant {
         Instant::now()
     }

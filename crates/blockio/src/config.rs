@@ -59,7 +59,6 @@ pub enum EngineConfig {
 
 impl EngineConfig {
     /// The kind of this engine.
-    #[must_use]
     pub fn kind(&self) -> EngineKind {
         match self {
             Self::IoUring { .. } => EngineKind::IoUring,
@@ -90,7 +89,6 @@ pub struct EngineOptions {
 
 impl EngineOptions {
     /// Makes the engine of this kind, with its part of these options.
-    #[must_use]
     pub fn engine(self, kind: EngineKind) -> EngineConfig {
         let Self { sqpoll, iopoll, completion_ring } = self;
         match kind {

@@ -91,7 +91,6 @@ enum Kind {
 
 impl DiskSource {
     /// Attaches the disk for tasks on `io`.
-    #[must_use]
     pub fn attach(&self, io: &Rc<Io>) -> Disk {
         self.attach_with(io, self.preferred_engine())
     }
@@ -167,7 +166,6 @@ impl AttachedDriver {
 
 impl Disk {
     /// The present facts about the disk.
-    #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.shared.info(&self.info)
     }

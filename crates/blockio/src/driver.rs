@@ -82,7 +82,6 @@ pub async fn in_parts(
 impl Io {
     /// The memory for data that the disk cannot take as it is. All requests of the IoThread to
     /// `disk`, the shared object of its source, have one share.
-    #[must_use]
     pub fn bounce_share<T: ?Sized>(&self, disk: &Arc<T>) -> Rc<BounceShare> {
         self.shared.bounce_budget.share(disk)
     }
@@ -97,19 +96,16 @@ impl Io {
     }
 
     /// The time at which the current round of the loop began: a reading without a system call.
-    #[must_use]
     pub fn recently(&self) -> Instant {
         self.state.clock.recently()
     }
 
     /// The clock of this loop, for sources that read it often.
-    #[must_use]
     pub fn clock(&self) -> Rc<LoopClock> {
         Rc::clone(&self.state.clock)
     }
 
     /// The owner to [wake](Self::wake_owner) for a future that is polled with `cx`.
-    #[must_use]
     pub fn owner(&self, cx: &Context<'_>) -> Owner {
         self.tasks.running.owner(cx)
     }

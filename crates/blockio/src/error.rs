@@ -96,7 +96,6 @@ pub enum Error {
 
 impl Error {
     /// The kernel's error, if the kernel refused.
-    #[must_use]
     pub fn system_error(&self) -> Option<&io::Error> {
         match self {
             Self::System { error, .. }

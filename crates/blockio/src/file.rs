@@ -49,7 +49,6 @@ pub struct FileTable {
 
 impl FileTable {
     /// Makes a table of open files. If it `is_complete`, a disk may open no other file.
-    #[must_use]
     pub fn new(files: Vec<(PathBuf, File)>, is_complete: bool) -> Self {
         Self { files, is_complete }
     }
@@ -68,7 +67,6 @@ impl FileTable {
     }
 
     /// All files with their paths.
-    #[must_use]
     pub fn files(&self) -> &[(PathBuf, File)] {
         &self.files
     }

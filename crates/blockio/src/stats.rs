@@ -30,7 +30,6 @@ impl Counter {
     }
 
     /// The count so far.
-    #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -48,7 +47,6 @@ impl Gauge {
     }
 
     /// The present number.
-    #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -132,27 +130,23 @@ impl<const BITS: u32> Histogram<BITS> {
     }
 
     /// The number of recorded values.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().map(Counter::get).sum()
     }
 
     /// The sum of the values recorded.
-    #[must_use]
     pub fn sum(&self) -> u64 {
         self.sum.get()
     }
 
     /// The value that `percent` (0 to 100) of the recorded values do not exceed, rounded up to the
     /// end of its bucket; 0 if nothing was recorded.
-    #[must_use]
     pub fn percentile(&self, percent: f64) -> u64 {
         self.values().percentile(percent)
     }
 
     /// The values recorded so far.
     #[doc(hidden)]
-    #[must_use]
     pub fn values(&self) -> Distribution {
         let counts = self.buckets.iter().map(Counter::get);
         let values = counts.enumerate().filter(|(_, count)| *count > 0);
@@ -180,19 +174,16 @@ pub struct Distribution {
 
 impl Distribution {
     /// The number of values.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.values().sum()
     }
 
     /// The exact sum of the values.
-    #[must_use]
     pub fn sum(&self) -> u64 {
         self.sum
     }
 
     /// The smallest and the largest value, each at the end of its bucket.
-    #[must_use]
     pub fn bounds(&self) -> Option<(u64, u64)> {
         Some((*self.counts.first_key_value()?.0, *self.counts.last_key_value()?.0))
     }
@@ -204,7 +195,6 @@ impl Distribution {
 
     /// The value that `percent` (0 to 100) of the values do not exceed, rounded up to the end of
     /// its bucket; 0 if there are none.
-    #[must_use]
     pub fn percentile(&self, percent: f64) -> u64 {
         let total = self.count();
         let mut seen = 0u64;
@@ -228,7 +218,6 @@ impl Distribution {
     }
 
     /// The values that the same histogram has recorded since `earlier`.
-    #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut counts = self.counts.clone();
         for (value, count) in &earlier.counts {
@@ -370,7 +359,6 @@ impl Stats {
 
     /// The CPU time of the thread in nanoseconds, and the time for which it was ready and waited
     /// for a CPU. `None` if the thread has ended, or the kernel does not count them.
-    #[must_use]
     pub fn cpu_times(&self) -> Option<(u64, u64)> {
         let path = format!("/proc/self/task/{}/schedstat", self.thread_id.get());
         let text = std::fs::read_to_string(path).ok()?;
@@ -393,7 +381,6 @@ impl Stats {
     }
 
     /// The CPUs that the thread may run on, such as `0-3,8`. `None` if the thread has ended.
-    #[must_use]
     pub fn allowed_cpus(&self) -> Option<String> {
         let path = format!("/proc/self/task/{}/status", self.thread_id.get());
         let text = std::fs::read_to_string(path).ok()?;
@@ -403,7 +390,6 @@ impl Stats {
 
     /// The file of the present submit: if the loop no longer turns, it waits for this file. `None`
     /// if there is no submit, or its engine has one for all files.
-    #[must_use]
     pub fn submits_to(&self) -> Option<PathBuf> {
         let descriptor = self.submit.get();
         let path = format!("/proc/self/fd/{}", descriptor.checked_sub(1)?);

@@ -104,7 +104,6 @@ type Job = Box<dyn FnOnce(&mut State) -> io::Result<()> + Send>;
 
 impl RemoteStub {
     /// Starts the thread of a disk with this content.
-    #[must_use]
     pub fn new(content: &[u8]) -> Self {
         Self::start(content, false, false)
     }
@@ -135,7 +134,6 @@ impl RemoteStub {
     }
 
     /// The disk.
-    #[must_use]
     pub fn source(self) -> DiskSource {
         let info = DiskInfo {
             size_bytes: self.0.0.size_bytes.load(Ordering::Relaxed),
@@ -162,13 +160,11 @@ impl RemoteStub {
     }
 
     /// The present content.
-    #[must_use]
     pub fn content(&self) -> Vec<u8> {
         self.state().content.clone()
     }
 
     /// The number of changes of the content.
-    #[must_use]
     pub fn events(&self) -> usize {
         self.state().journal.len()
     }
@@ -225,13 +221,11 @@ impl RemoteStub {
     }
 
     /// The size of the content.
-    #[must_use]
     pub fn size_bytes(&self) -> usize {
         self.state().content.len()
     }
 
     /// The number of queries for the size.
-    #[must_use]
     pub fn asked(&self) -> usize {
         self.state().asked
     }

@@ -82,13 +82,11 @@ impl IoThread {
     }
 
     /// The handle for tasks and disks on this thread.
-    #[must_use]
     pub fn io(&self) -> &Rc<Io> {
         &self.io
     }
 
     /// Returns a handle with which other threads reach this one.
-    #[must_use]
     pub fn remote(&self) -> Remote {
         self.io.remote()
     }
@@ -125,7 +123,6 @@ impl IoThread {
 
     /// The time at which a turn is due even if the descriptor is not readable. Reasons are a timer,
     /// a submit to repeat, and, once a second while the kernel has ops, a check for late ops.
-    #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let (io, stalled) = (&self.io, &self.io.stalled);
         let may_be_late = io.ops.borrow().engine.in_kernel() > 0 || !stalled.is_empty();
@@ -134,7 +131,6 @@ impl IoThread {
 
     /// Like [`deadline`](Self::deadline), but without the checks for late ops, so that they end no
     /// sleep.
-    #[must_use]
     pub fn work_deadline(&self) -> Option<Instant> {
         self.io.work_deadline()
     }

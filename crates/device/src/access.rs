@@ -129,7 +129,6 @@ pub struct ReservationsError(#[from] FileError);
 impl DiskAccess {
     /// For a disk that another process hands over, which also determines the place of its
     /// reservations.
-    #[must_use]
     pub fn for_hand_over() -> Self {
         Self::with_reservations(Arc::new(Reservations::for_hand_over()))
     }

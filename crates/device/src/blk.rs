@@ -71,7 +71,6 @@ impl BlkDevice {
     }
 
     /// The access state that other devices on the disk share.
-    #[must_use]
     pub fn access(&self) -> &Arc<DiskAccess> {
         &self.shared.access
     }

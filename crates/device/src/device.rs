@@ -59,7 +59,6 @@ pub struct Negotiated {
 
 impl Negotiated {
     /// The features, as bits.
-    #[must_use]
     pub fn features(&self) -> u64 {
         self.features
     }
@@ -67,7 +66,6 @@ impl Negotiated {
 
 impl Device {
     /// A virtio-blk device on a disk. `events` receives its failures.
-    #[must_use]
     pub fn blk(source: DiskSource, options: BlkOptions, events: Arc<dyn Events>) -> Self {
         Self::blk_with_access(source, options, Arc::default(), events)
     }
@@ -75,7 +73,6 @@ impl Device {
     /// Like [`blk`](Self::blk), on a disk that logical units with the same `access` may share. The
     /// device obeys their persistent reservations and their commands that exclude all other
     /// requests.
-    #[must_use]
     pub fn blk_with_access(
         source: DiskSource,
         options: BlkOptions,
@@ -86,13 +83,11 @@ impl Device {
     }
 
     /// A virtio-scsi device without logical units. `events` receives its failures.
-    #[must_use]
     pub fn scsi(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
         Self::Scsi(ScsiDevice::new(options, events))
     }
 
     /// The most queues that a driver may use.
-    #[must_use]
     pub fn num_queues(&self) -> u16 {
         match self {
             Self::Blk(blk) => blk.num_queues(),
@@ -101,7 +96,6 @@ impl Device {
     }
 
     /// The purpose of queue `index`; `None` if the device has no such queue.
-    #[must_use]
     pub fn queue_role(&self, index: u16) -> Option<QueueRole> {
         match self {
             Self::Blk(blk) => (index < blk.num_queues()).then_some(QueueRole::Request),
@@ -115,7 +109,6 @@ impl Device {
 
     /// The features that the device offers: bits of virtio 1.3, section 6, and of the device's
     /// section.
-    #[must_use]
     pub fn features(&self) -> u64 {
         match self {
             Self::Blk(blk) => blk.features(),
@@ -124,7 +117,6 @@ impl Device {
     }
 
     /// The layout of the rings that the driver negotiated.
-    #[must_use]
     pub fn layout(&self) -> RingLayout {
         self.core().layout()
     }
@@ -153,7 +145,6 @@ impl Device {
     }
 
     /// The features and choices of the driver so far.
-    #[must_use]
     pub fn negotiated(&self) -> Negotiated {
         Negotiated { features: self.core().features(), space: self.config_space() }
     }
@@ -201,7 +192,6 @@ impl Device {
     }
 
     /// The present configuration space, as long as the fields of the device.
-    #[must_use]
     pub fn config_space(&self) -> Vec<u8> {
         match self {
             Self::Blk(blk) => blk.config_space(),
@@ -210,7 +200,6 @@ impl Device {
     }
 
     /// Reads `len` bytes of the configuration space. Bytes beyond its end read as zeroes.
-    #[must_use]
     pub fn read_config(&self, offset: usize, len: usize) -> Vec<u8> {
         read_space(&self.config_space(), offset, len)
     }
@@ -273,14 +262,12 @@ impl Device {
     }
 
     /// Counters of queue `index`; `None` if it was never started.
-    #[must_use]
     pub fn queue_stats(&self, index: u16) -> Option<Arc<QueueStats>> {
         self.core().queue_stats(index)
     }
 
     /// Counters of all queues together since the device was made, with those that were
     /// [added](Self::add_totals).
-    #[must_use]
     pub fn totals(&self) -> RequestTotals {
         self.core().totals()
     }
@@ -298,7 +285,6 @@ impl Device {
     }
 
     /// The moment since which the disk has not answered, if that is some seconds ago.
-    #[must_use]
     pub fn stalled_since(&self) -> Option<Instant> {
         match self {
             Self::Blk(blk) => blk.stalled_since(),

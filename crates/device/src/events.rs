@@ -135,7 +135,6 @@ pub struct LogEvents {
 
 impl LogEvents {
     /// A logger for the device that the log calls `name`.
-    #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into() }
     }

@@ -88,7 +88,6 @@ impl QueueHandle {
     }
 
     /// The next avail entry to pop, as of the queue's last run.
-    #[must_use]
     pub fn next_avail(&self) -> u16 {
         let [low, high, ..] = self.base().to_le_bytes();
         u16::from_le_bytes([low, high])
@@ -96,20 +95,17 @@ impl QueueHandle {
 
     /// The place at which the next start of the ring continues, as of the queue's last run: the
     /// next avail entry, and behind it that of the next used element in a packed ring.
-    #[must_use]
     pub fn base(&self) -> u32 {
         self.status.base.load(Ordering::Relaxed)
     }
 
     /// True if the queue leaves chains in the ring until there is room for their lists of buffers,
     /// or for the bytes that they move.
-    #[must_use]
     pub fn is_full(&self) -> bool {
         self.status.is_full.load(Ordering::Relaxed)
     }
 
     /// A view of the queue for other threads, which works while the queue stops, too.
-    #[must_use]
     pub fn view(&self) -> QueueView {
         QueueView { status: Arc::clone(&self.status) }
     }

@@ -156,14 +156,12 @@ impl ScsiDevice {
     }
 
     /// The state that a unit shares with other devices on its disk. `None` if there is no unit.
-    #[must_use]
     pub fn access(&self, address: UnitAddress) -> Option<Arc<DiskAccess>> {
         self.units().with_unit(address, |unit| Arc::clone(&unit.access))
     }
 
     /// The missing units that requests of an earlier process wait for, each with its number of
     /// requests.
-    #[must_use]
     pub fn held_requests(&self) -> Vec<(UnitAddress, usize)> {
         self.shared.held.all()
     }
@@ -292,7 +290,6 @@ pub struct RemovedUnit {
 
 impl RemovedUnit {
     /// True if the disk is unused, so that dropping this closes it, unless other devices use it.
-    #[must_use]
     pub fn is_unused(&self) -> bool {
         let cx = Context::from_waker(Waker::noop());
         self.uses.iter().all(|used| used.poll(&cx).is_ready())

@@ -172,7 +172,6 @@ impl QueueStats {
     }
 
     /// The present totals.
-    #[must_use]
     pub fn totals(&self) -> RequestTotals {
         RequestTotals { kinds: self.kinds.each_ref().map(KindStats::counts) }
     }
@@ -225,19 +224,16 @@ pub struct RequestCounts {
 
 impl RequestCounts {
     /// Answered requests, including failed ones.
-    #[must_use]
     pub fn requests(&self) -> u64 {
         self.latency.count()
     }
 
     /// Requests answered with an error status.
-    #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors_by_cause.iter().sum()
     }
 
     /// Requests answered with an error status for this cause.
-    #[must_use]
     pub fn errors_of(&self, cause: ErrorCause) -> u64 {
         self.errors_by_cause[cause as usize]
     }

@@ -151,7 +151,6 @@ pub struct SecretHeap<A>(A);
 
 impl<A> SecretHeap<A> {
     /// Serves all other allocations from `heap`.
-    #[must_use]
     pub const fn new(heap: A) -> Self {
         Self(heap)
     }

@@ -18,7 +18,6 @@ impl Buffers {
     /// # Panics
     ///
     /// If the allocation fails.
-    #[must_use]
     pub fn aligned(bytes: usize, align: usize) -> Self {
         BufferMemory::new(bytes, align).buffers(bytes)
     }
@@ -39,7 +38,6 @@ impl Buffers {
     }
 
     /// Copies `data` into new memory, in one range.
-    #[must_use]
     pub fn from_vec(data: Vec<u8>) -> Self {
         let buffers = Self::aligned(data.len(), 1);
         buffers.copy_from(0, &data);
@@ -62,7 +60,6 @@ impl BufferMemory {
     /// # Panics
     ///
     /// If the allocation fails.
-    #[must_use]
     pub fn new(bytes: usize, align: usize) -> Self {
         let block = Block::try_new(bytes, align, true)
             .unwrap_or_else(|_| panic!("no layout has {bytes} bytes aligned to {align}"));
@@ -71,7 +68,6 @@ impl BufferMemory {
 
     /// Returns a list of the first `bytes` bytes, or of all if there are fewer, in one range. Lists
     /// that exist at the same time share the memory.
-    #[must_use]
     pub fn buffers(&self, bytes: usize) -> Buffers {
         let mut ranges = self.memory.storage();
         let bytes = bytes.min(self.bytes);

@@ -32,7 +32,6 @@ impl Buffers {
     /// to a disk) for as long as `memory`, or a clone of it, lives. No Rust reference to any of the
     /// bytes may exist during that time.
     #[inline]
-    #[must_use]
     pub unsafe fn from_raw_parts(ranges: Ranges, memory: Memory) -> Self {
         let mut parts = ranges.into_parts();
         parts.memory = Some(memory);
@@ -40,7 +39,6 @@ impl Buffers {
     }
 
     /// Makes a list without ranges, for operations that move no data.
-    #[must_use]
     pub fn empty() -> Self {
         let memory = Memory::none();
         // SAFETY: the list has no range.
@@ -48,7 +46,6 @@ impl Buffers {
     }
 
     /// Returns a copy of all bytes, for set-up and tests.
-    #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut data = vec![0; self.0.bytes];
         self.copy_to(0, &mut data);
@@ -57,14 +54,12 @@ impl Buffers {
 
     /// The number of bytes left in all ranges.
     #[inline]
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
 
     /// Returns true if no byte is left.
     #[inline]
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }
@@ -72,21 +67,18 @@ impl Buffers {
     /// The ranges that are left, in order. The kernel may read and write them for as long as this
     /// list, or any list of its [`memory`](Self::memory), lives.
     #[inline]
-    #[must_use]
     pub fn iovecs(&self) -> &[iovec] {
         &self.0.iovecs[self.0.first..]
     }
 
     /// The number of ranges, including ranges that were used up from the front.
     #[inline]
-    #[must_use]
     pub fn ranges(&self) -> usize {
         self.0.iovecs.len()
     }
 
     /// The memory that keeps the ranges mapped.
     #[inline]
-    #[must_use]
     pub fn memory(&self) -> &Memory {
         self.0.memory.as_ref().expect("a list has its memory")
     }
@@ -253,7 +245,6 @@ impl Buffers {
     /// Returns true if each range starts at a multiple of `addresses` and is a multiple of
     /// `lengths` long (powers of two). Parts that are cut between ranges are then aligned, too.
     #[inline]
-    #[must_use]
     pub fn is_aligned(&self, addresses: usize, lengths: usize) -> bool {
         let bits = |bits, range: &iovec| {
             bits | (range.iov_base.addr() & (addresses - 1)) | (range.iov_len & (lengths - 1))
@@ -343,7 +334,6 @@ impl Buffers {
     }
 
     /// Returns another list of the same memory.
-    #[must_use]
     pub fn duplicate(&self) -> Self {
         self.with_ranges(self.iovecs().iter().copied())
     }
@@ -351,7 +341,6 @@ impl Buffers {
     /// Returns another list of the first `most` bytes, or fewer. It has at most [`IOVECS_MAX`]
     /// ranges, so one system call takes it whole. Only its last range may be cut, to a multiple of
     /// `unit` (a power of two).
-    #[must_use]
     pub fn prefix(&self, most: usize, unit: usize) -> Self {
         let (mut left, mut is_cut) = (most, false);
         let some = self.iovecs().iter().filter(|range| range.iov_len > 0).take(IOVECS_MAX);
@@ -375,7 +364,6 @@ impl Buffers {
 
     /// Returns all bytes, for a [report](SharedBytes::wrote) after the list itself has gone. `None`
     /// if there is no log of writes to them, now or later. A list of one range is not copied.
-    #[must_use]
     pub fn to_report(&self) -> Option<SharedBytes> {
         if !self.memory().may_be_logged() {
             return None;
@@ -439,7 +427,6 @@ enum Place {
 impl SharedBytes {
     /// The number of bytes.
     #[inline]
-    #[must_use]
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Place::Range { bytes, .. } => *bytes,

@@ -34,7 +34,6 @@ pub struct WeakMemory(Weak<Shared>);
 
 impl WeakMemory {
     /// Returns the memory, if a list or another owner still has it.
-    #[must_use]
     pub fn upgrade(&self) -> Option<Memory> {
         self.0.upgrade().map(Memory)
     }
@@ -87,7 +86,6 @@ impl Memory {
     }
 
     /// Returns a reference that does not keep the memory mapped.
-    #[must_use]
     pub fn downgrade(&self) -> WeakMemory {
         WeakMemory(Rc::downgrade(&self.0))
     }
@@ -114,7 +112,6 @@ impl Memory {
 
     /// Returns empty storage for a list: recycled if there is any, otherwise new.
     #[inline]
-    #[must_use]
     pub fn storage(&self) -> Ranges {
         let mut spare = self.0.spare.borrow_mut();
         let Some(storage) = spare.lists.pop() else { return Ranges::default() };
@@ -216,14 +213,12 @@ impl Ranges {
     }
 
     /// The ranges, in order.
-    #[must_use]
     pub fn iovecs(&self) -> &[iovec] {
         &self.0.iovecs
     }
 
     /// The number of bytes in all ranges.
     #[inline]
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }

@@ -23,7 +23,6 @@ impl From<CompletionRingChoice> for CompletionRing {
 
 impl CompletionRingChoice {
     /// The spelling on the command line.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Userspace => "userspace",
@@ -45,7 +44,6 @@ pub enum OnOff {
 
 impl OnOff {
     /// Returns true for [`On`](Self::On).
-    #[must_use]
     pub fn is_on(self) -> bool {
         self == Self::On
     }
@@ -83,7 +81,6 @@ pub enum EngineChoice {
 
 impl EngineChoice {
     /// The chosen engine, or `None` for [`Auto`](Self::Auto).
-    #[must_use]
     pub fn kind(self) -> Option<EngineKind> {
         match self {
             Self::Auto => None,
@@ -112,7 +109,6 @@ impl EngineChoice {
 
 /// Returns a warning if options of io_uring alone are given for a different engine. `options`
 /// lists these options by name, each with true if it is given.
-#[must_use]
 pub fn ineffective_warning(engine: EngineKind, options: &[(&str, bool)]) -> Option<String> {
     let names = given_for_io_uring_only(engine, options);
     let warning =

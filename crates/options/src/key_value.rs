@@ -87,7 +87,6 @@ fn key_of(field: &'static str) -> &'static str {
 }
 
 /// The parts of a list; two commas stand for one in a part.
-#[must_use]
 pub fn split_at_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut characters = text.chars().peekable();
@@ -113,14 +112,12 @@ pub struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     /// Parts that were split at commas. No value may be empty.
-    #[must_use]
     pub fn new(parts: &'a [String]) -> Self {
         let left = parts.iter().map(String::as_str).collect();
         Self { left, expected: Vec::new(), are_words: false }
     }
 
     /// Words of a command line, with values that may be empty.
-    #[must_use]
     pub fn from_words(words: &'a [String]) -> Self {
         Self { are_words: true, ..Self::new(words) }
     }

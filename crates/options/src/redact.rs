@@ -30,7 +30,6 @@ pub fn is_secret_key(key: &str) -> bool {
 }
 
 /// Returns the text without users and passwords of URIs, and without values of keys such as `key=`.
-#[must_use]
 pub fn redact(text: &str) -> Cow<'_, str> {
     if !text.contains("://") && !text.contains('=') {
         return Cow::Borrowed(text);
@@ -41,7 +40,6 @@ pub fn redact(text: &str) -> Cow<'_, str> {
 
 /// Makes a text safe for a terminal: without secrets, and with control characters, for example in
 /// names, escaped.
-#[must_use]
 pub fn printable(text: &str) -> String {
     let escape = |character: char| match character.is_control() {
         true => character.escape_default().to_string(),

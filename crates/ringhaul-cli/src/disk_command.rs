@@ -82,7 +82,6 @@ struct Can {
 
 impl DiskArgs {
     /// The name of the disk.
-    #[must_use]
     pub(crate) fn name(&self) -> &str {
         &self.disk
     }

@@ -67,7 +67,6 @@ struct Filter {
 static FILTER: OnceLock<Filter> = OnceLock::new();
 
 /// The filter of the log. `None` if this process has not [started](start) its log.
-#[must_use]
 pub fn filter() -> Option<String> {
     let filter = FILTER.get()?;
     Some(filter.text.lock().clone())

@@ -340,7 +340,6 @@ impl From<MemoryFilesChoice> for MemoryFiles {
 /// The output of `--print-capabilities` ("Backend program conventions" of the vhost-user
 /// specification), which lists supported options by name. The conventions define names for block
 /// devices and none for SCSI devices.
-#[must_use]
 pub fn capabilities(device: DeviceKind) -> &'static str {
     match device {
         DeviceKind::Blk => {
@@ -366,7 +365,6 @@ pub fn capabilities(device: DeviceKind) -> &'static str {
 
 impl ServeArgs {
     /// The options that only engine io_uring has, each with true if it is given.
-    #[must_use]
     pub fn io_uring_options(&self) -> [(&'static str, bool); 3] {
         [
             ("--sqpoll", self.sqpoll),
@@ -376,7 +374,6 @@ impl ServeArgs {
     }
 
     /// The configuration of an engine.
-    #[must_use]
     pub(crate) fn engine_config(&self, engine: EngineKind) -> EngineConfig {
         let options = EngineOptions {
             sqpoll: self.sqpoll,
@@ -392,7 +389,6 @@ impl ServeArgs {
     }
 
     /// The configuration with which each IoThread starts. Engines for the disks are added later.
-    #[must_use]
     pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
         IoThreadConfig {
             engine: EngineConfig::Threads,
@@ -405,7 +401,6 @@ impl ServeArgs {
 }
 
 /// Formats an error of a command line in one line, without the usage that clap adds.
-#[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));

@@ -55,26 +55,22 @@ pub struct ExportSpec {
 
 impl ExportSpec {
     /// The name of the export, unique within a daemon.
-    #[must_use]
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| self.endpoint.to_string())
     }
 
     /// A copy with the name filled in.
-    #[must_use]
     pub fn named(&self) -> Self {
         Self { name: Some(self.name()), ..self.clone() }
     }
 
     /// Returns true if `text` is its name or the path of its socket, either of which commands
     /// accept.
-    #[must_use]
     pub(crate) fn is_called(&self, text: &str) -> bool {
         self.name.as_deref() == Some(text) || self.endpoint.to_string() == text
     }
 
     /// Describes the export in one line.
-    #[must_use]
     pub(crate) fn summary(&self) -> String {
         let device = match &self.device {
             DeviceSpec::Blk(disk) => format!("virtio-blk, {disk}"),

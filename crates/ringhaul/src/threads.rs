@@ -57,7 +57,6 @@ impl IoThreads {
     }
 
     /// Handles to call into the threads.
-    #[must_use]
     pub fn remotes(&self) -> &[Remote] {
         &self.remotes
     }

@@ -12,7 +12,6 @@ use crate::process::FEATURES;
 /// The version, the commit if the build has recorded it, the features, and facts about this
 /// machine: engines, the library of Ceph, the kernel. This version reads and writes the
 /// listed formats of takeovers.
-#[must_use]
 pub fn describe(commit: Option<&str>) -> String {
     let mut engines: Vec<String> = Vec::new();
     for engine in [EngineKind::IoUring, EngineKind::Aio, EngineKind::Threads] {

@@ -73,7 +73,6 @@ impl LogArea {
     }
 
     /// The body of a message of this area.
-    #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         [self.size, self.file_offset].map(u64::to_ne_bytes).concat()
     }
@@ -89,7 +88,6 @@ impl InflightArea {
     const PADDED_BYTES: usize = 24;
 
     /// The body of a message of this area.
-    #[must_use]
     pub fn encode(&self) -> [u8; Self::PADDED_BYTES] {
         let mut body = [0; Self::PADDED_BYTES];
         body[..8].copy_from_slice(&self.size.to_ne_bytes());
@@ -100,7 +98,6 @@ impl InflightArea {
     }
 
     /// Decodes a body, with or without padding. `None` if it has another length.
-    #[must_use]
     pub fn decode(body: &[u8]) -> Option<Self> {
         if ![Self::BYTES, Self::PADDED_BYTES].contains(&body.len()) {
             return None;
@@ -151,7 +148,6 @@ impl Config {
     }
 
     /// The body of the message, or of the answer to a read.
-    #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let head = [self.offset, size_of_body(self.data.len()), self.flags].map(u32::to_ne_bytes);
         [head.concat(), self.data.clone()].concat()

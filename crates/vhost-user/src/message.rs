@@ -91,7 +91,6 @@ pub struct Header {
 
 impl Header {
     /// The header of a message that asks for no answer; some messages have one anyway.
-    #[must_use]
     pub fn new(code: u32, body_bytes: usize) -> Self {
         Self { code, flags: VERSION, size: size_of_body(body_bytes) }
     }
@@ -110,13 +109,11 @@ impl Header {
     }
 
     /// Returns true if the sender requests an acknowledgement.
-    #[must_use]
     pub fn needs_reply(self) -> bool {
         self.flags & NEED_REPLY != 0
     }
 
     /// Returns true if the front-end waits for an answer in any case.
-    #[must_use]
     pub fn has_answer(self) -> bool {
         matches!(
             self.code,
@@ -134,14 +131,12 @@ impl Header {
     }
 
     /// The header in bytes.
-    #[must_use]
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [code, flags, size] = words(bytes);
         Self { code, flags, size }
     }
 
     /// The bytes of the header.
-    #[must_use]
     pub fn encode(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         for (bytes, word) in bytes.chunks_exact_mut(4).zip([self.code, self.flags, self.size]) {
@@ -307,7 +302,6 @@ impl Request {
     }
 
     /// The number of the message and its body.
-    #[must_use]
     pub fn encode(&self) -> (u32, Vec<u8>) {
         if let Some((code, _)) = EMPTY.iter().find(|(_, request)| request == self) {
             return (*code, Vec::new());

@@ -45,7 +45,6 @@ pub struct FdIndex(usize);
 
 impl FdIndex {
     /// The index of the descriptor at this place, counted from 0.
-    #[must_use]
     pub const fn new(place: usize) -> Self {
         Self(place)
     }
@@ -53,7 +52,6 @@ impl FdIndex {
 
 impl PassedFds {
     /// Creates the list that was received.
-    #[must_use]
     pub fn new(names: Vec<String>, fds: impl IntoIterator<Item = OwnedFd>) -> Self {
         Self { list: names.into_iter().zip(fds.into_iter().map(Some)).collect() }
     }

@@ -105,7 +105,6 @@ enum Stage {
 
 impl Session {
     /// Starts a session on a connected socket, which may be blocking.
-    #[must_use]
     pub fn new(socket: UnixStream, setup: SessionSetup, now: Instant) -> Self {
         let channel = Channel::new(socket, Arc::clone(&setup.examiner));
         let mut connection = Connection::new(setup);
@@ -202,7 +201,6 @@ impl Session {
     }
 
     /// The events to poll the socket for. If empty, only a hang-up shows; `None`: do not poll.
-    #[must_use]
     pub fn interest(&self) -> Option<PollFlags> {
         match self.stage {
             Stage::Ready if self.channel.has_output() => Some(PollFlags::OUT),
@@ -217,7 +215,6 @@ impl Session {
     }
 
     /// The time at which [`progress`](Self::progress) must be called even without an event.
-    #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match &self.stage {
             Stage::Ready => self.next_deadline().map(|(deadline, _)| deadline),
@@ -253,7 +250,6 @@ impl Session {
     }
 
     /// The requests that the session has to finish.
-    #[must_use]
     pub fn load(&self) -> Load {
         self.connection.load()
     }
@@ -266,7 +262,6 @@ impl Session {
 
     /// The avail entry that a queue pops next. `None` while the queue is started or stopped, or has
     /// no room for chains.
-    #[must_use]
     pub fn next_avail(&self, queue: usize) -> Option<u16> {
         self.connection.rings.get(queue)?.next_avail_now()
     }

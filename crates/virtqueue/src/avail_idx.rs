@@ -91,7 +91,6 @@ impl AvailIdx {
     /// Returns the avail entry behind the last chain that the driver made available; of a packed
     /// ring, the number of these chains. The result covers all chains from before any action of the
     /// driver that this thread has seen. `None` if the map is gone.
-    #[must_use]
     pub fn load(&self) -> Option<u16> {
         let memory = self.memory.upgrade()?;
         match &self.place {

@@ -23,31 +23,26 @@ struct Budget {
 impl MappingBudget {
     /// Makes a budget of `limit_bytes`. `what` is its name in refusals, such as "the memory of all
     /// front-ends (--max-mapped-memory)".
-    #[must_use]
     pub fn new(what: &'static str, limit_bytes: u64) -> Self {
         Self::with_parent(what, limit_bytes, None)
     }
 
     /// Makes a budget within this one. Its bytes count in both.
-    #[must_use]
     pub fn child(&self, what: &'static str, limit_bytes: u64) -> Self {
         Self::with_parent(what, limit_bytes, Some(self.clone()))
     }
 
     /// Makes a budget that is never used up.
-    #[must_use]
     pub fn unlimited() -> Self {
         Self::new("memory", u64::MAX)
     }
 
     /// The number of bytes mapped now, in whole pages.
-    #[must_use]
     pub fn mapped_bytes(&self) -> u64 {
         self.0.mapped_bytes.load(Ordering::Relaxed)
     }
 
     /// The largest number of bytes that may be mapped at once.
-    #[must_use]
     pub fn limit_bytes(&self) -> u64 {
         self.0.limit_bytes
     }

@@ -83,7 +83,6 @@ static LOST_REGIONS: AtomicU64 = AtomicU64::new(0);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// The number of memory regions that their owners have taken away since the process started.
-#[must_use]
 pub fn lost_regions() -> u64 {
     LOST_REGIONS.load(Ordering::Relaxed)
 }

@@ -134,7 +134,6 @@ impl Virtqueue {
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
     /// at the pop. `None` if its first descriptor has fewer, or the driver has changed it.
     #[cold]
-    #[must_use]
     pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
         either!(self, header(head))
     }

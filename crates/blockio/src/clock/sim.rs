@@ -24,7 +24,6 @@ pub(crate) fn simulate(hooks: Option<Hooks>) {
 
 /// The time now.
 #[inline]
-#[must_use]
 pub fn now() -> Instant {
     if let Some(now) = HOOKS.get().and_then(|hooks| (hooks.now)()) {
         return now;

@@ -70,7 +70,6 @@ pub struct TrialKey {
 impl TrialKey {
     /// Reads the traits of a disk. `None` if it is like no other disk, or the kernel does not
     /// report them.
-    #[must_use]
     pub fn from_source(source: &DiskSource) -> Option<Self> {
         let status = rustix::fs::fstat(source.open_file()?).ok()?;
         let is_block_device = source.is_block_device();
@@ -86,14 +85,12 @@ impl TrialKey {
     }
 
     /// Returns true if a trial of one disk serves both.
-    #[must_use]
     pub fn is_like(&self, other: &Self) -> bool {
         let of = |this: &Self| (this.device, this.is_block_device, this.direct, this.block_bytes);
         of(self) == of(other)
     }
 
     /// The written part of the disk, in units of 512 bytes; 0 for a block device.
-    #[must_use]
     pub fn allocated(&self) -> i64 {
         self.allocated
     }
@@ -109,7 +106,6 @@ impl TrialKey {
 /// only if it was faster by half. Linux AIO waits in the submit while the file is frozen or its
 /// place is looked up, and every disk of the IoThread waits with it. (The time alone proves little:
 /// on CPUs that other programs use, engines behave differently from a trial on an idle machine.)
-#[must_use]
 pub fn best_engine(source: &DiskSource) -> Choice {
     if !source.has_engine() {
         return Choice::new(EngineKind::Threads, "the disk has no file and needs no engine");

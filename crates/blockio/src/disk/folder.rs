@@ -34,7 +34,6 @@ impl Folder {
     }
 
     /// The path of a file in the folder.
-    #[must_use]
     pub fn join(&self, name: &Path) -> PathBuf {
         self.path.join(name)
     }

@@ -16,7 +16,6 @@ pub struct DiskHandOver<'a>(&'a DiskSource);
 
 impl DiskSource {
     /// The view of the disk for a hand-over between processes.
-    #[must_use]
     pub fn hand_over(&self) -> DiskHandOver<'_> {
         DiskHandOver(self)
     }
@@ -26,19 +25,16 @@ impl DiskSource {
 impl<'a> DiskHandOver<'a> {
     /// The open file under the disk, which [`open`](Self::open) takes in the other process. `None`
     /// if it has none: that process opens the disk by itself.
-    #[must_use]
     pub fn descriptor(self) -> Option<BorrowedFd<'a>> {
         self.0.open_file().map(AsFd::as_fd)
     }
 
     /// The files that another program has opened for the disk, with their paths.
-    #[must_use]
     pub fn files(self) -> &'a [(PathBuf, File)] {
         self.0.files.as_ref().map_or(&[], |files| files.files())
     }
 
     /// The errno of the loss of data, if [there was one](DiskState::Lost).
-    #[must_use]
     pub fn loss(self) -> Option<i32> {
         match self.0.open_file() {
             Some(file) => file.loss().check().err()?.raw_os_error(),
@@ -49,27 +45,23 @@ impl<'a> DiskHandOver<'a> {
 
     /// Returns true if all answered changes are known to be on stable storage, while no request
     /// runs. False for a file, which need not know: pending reports of the kernel come with it.
-    #[must_use]
     pub fn is_flushed(self) -> bool {
         self.0.driver().is_some_and(|source| source.is_flushed())
     }
 
     /// Returns true if abandoned changes may still be made, by a server that was given up on.
     /// Another process would not know that its own changes have to wait for them.
-    #[must_use]
     pub fn may_still_change(self) -> bool {
         self.0.driver().is_some_and(|source| source.may_still_change())
     }
 
     /// Like [`LimitGroup::debts`](super::LimitGroup::debts), for the limits of the disk itself.
-    #[must_use]
     pub fn debts(self) -> Vec<u64> {
         self.0.shared.debts()
     }
 
     /// Returns true if [`write_back`](Self::write_back) has anything to do. An open file is passed
     /// to another process as it is.
-    #[must_use]
     pub fn is_written_back(self) -> bool {
         self.0.driver().is_some_and(|source| source.is_written_back())
     }

@@ -148,7 +148,6 @@ impl Placement {
     }
 
     /// Returns true if the places share bytes, so that writes to one are read from both.
-    #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
         let ends_after = |end: Option<u64>, start| end.is_none_or(|end| end > start);
         let is_kept = !self.disk.is_empty() && self.disk == other.disk;
@@ -204,7 +203,6 @@ impl TransferError {
     /// write was transferred, and may be lost. Releases everything [kept](Buffers::keep) for the
     /// transfer, since a retry of the rest may be far off.
     #[cold]
-    #[must_use]
     pub fn new(error: io::Error, mut rest: Buffers) -> Self {
         rest.drop_kept();
         Self(Box::new((error, rest)))
@@ -212,7 +210,6 @@ impl TransferError {
 
     /// The failure of a flush after a write: all of the write may be lost.
     #[doc(hidden)]
-    #[must_use]
     pub fn lost(error: io::Error) -> Self {
         Self::new(error, Buffers::empty())
     }
@@ -227,19 +224,16 @@ impl TransferError {
     }
 
     /// The reason of the failure.
-    #[must_use]
     pub fn error(&self) -> &io::Error {
         &self.0.0
     }
 
     /// The part that was not transferred. Empty: all of a write was transferred, and may be lost.
-    #[must_use]
     pub fn rest(&self) -> &Buffers {
         &self.0.1
     }
 
     /// The reason of the failure, and the part that was not transferred.
-    #[must_use]
     pub fn into_parts(self) -> (io::Error, Buffers) {
         *self.0
     }

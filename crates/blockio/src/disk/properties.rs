@@ -23,7 +23,6 @@ use crate::thread::io::Io;
 
 impl DiskSource {
     /// The properties of the disk, with its present size.
-    #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.shared.info(&self.info)
     }
@@ -31,7 +30,6 @@ impl DiskSource {
     /// The size that users of the disk know. It differs from the present one after another process
     /// has changed it ([`LateLock::take`]), until
     /// [`note_announcement`](Self::note_announcement).
-    #[must_use]
     pub fn announced_bytes(&self) -> u64 {
         self.shared.announced_bytes()
     }
@@ -42,7 +40,6 @@ impl DiskSource {
     }
 
     /// The abilities of the disk, unless it is read-only.
-    #[must_use]
     pub fn abilities(&self) -> Abilities {
         match &self.kind {
             SourceKind::File(source) => source.abilities(),
@@ -54,7 +51,6 @@ impl DiskSource {
     }
 
     /// The layers of the disk: the disk itself first, then the disks below.
-    #[must_use]
     pub fn chain(&self) -> Vec<Link> {
         match &self.kind {
             SourceKind::File(source) => vec![source.link()],
@@ -64,7 +60,6 @@ impl DiskSource {
     }
 
     /// The [`chain`](Self::chain) as text.
-    #[must_use]
     pub fn chain_text(&self) -> String {
         let links: Vec<String> = self.chain().iter().map(ToString::to_string).collect();
         links.join(", ")
@@ -80,7 +75,6 @@ impl DiskSource {
     }
 
     /// The format in which the disk's content is stored below: `luks`, `qcow2` or `raw`.
-    #[must_use]
     pub fn format(&self) -> &'static str {
         // A part of a disk has the format of that disk.
         match self.chain().iter().map(|link| link.kind).find(|kind| *kind != "raw") {
@@ -91,14 +85,12 @@ impl DiskSource {
 
     /// True if a layer of the disk is on a server that requests reach through a library or a
     /// connection of this process.
-    #[must_use]
     pub fn is_remote(&self) -> bool {
         self.chain().iter().any(|link| matches!(link.kind, "nbd" | "rbd"))
     }
 
     /// A probe for the possible size of the disk, which does not use the disk. `None` if the size
     /// never changes without a call of [`set_size`](Self::set_size).
-    #[must_use]
     pub fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         match &self.kind {
             SourceKind::File(source) => source.size_probe.clone(),
@@ -108,7 +100,6 @@ impl DiskSource {
     }
 
     /// The state of the disk, as its IoThreads have found it lately.
-    #[must_use]
     pub fn state(&self) -> DiskState {
         let state = match &self.kind {
             SourceKind::File(source) => source.state(),
@@ -123,13 +114,11 @@ impl DiskSource {
 
     /// The number of requests so far that waited because the disk failed them, and the errno of the
     /// last.
-    #[must_use]
     pub fn retry_totals(&self) -> (u64, Option<i32>) {
         self.shared.retry_stats.totals()
     }
 
     /// The time that requests have waited so far.
-    #[must_use]
     pub fn wait_times(&self) -> WaitTimes {
         let now = clock::now();
         let [retried, held] = self.shared.retry_stats.times(now);
@@ -138,7 +127,6 @@ impl DiskSource {
 
     /// [Held](DiskState::Held) or [retried](DiskState::Retried) if requests wait now because the
     /// disk failed them, regardless of its [state](Self::state).
-    #[must_use]
     pub fn retry_state(&self) -> Option<DiskState> {
         Some(match self.shared.retry_stats.current()? {
             (WaitReason::Held, since) => DiskState::Held(since),
@@ -147,7 +135,6 @@ impl DiskSource {
     }
 
     /// The limits of requests.
-    #[must_use]
     pub fn limits(&self) -> Limits {
         self.shared.limits()
     }
@@ -170,7 +157,6 @@ impl DiskSource {
     }
 
     /// The group that the disk [joined](Self::join).
-    #[must_use]
     pub fn group(&self) -> Option<LimitGroup> {
         self.shared.group()
     }
@@ -188,7 +174,6 @@ impl DiskSource {
     /// The time at which the disk stopped answering, as its IoThreads have found it lately: an
     /// operation of the kernel for 5 seconds or more, or the remote end of a disk that is not
     /// local.
-    #[must_use]
     pub fn stalled_since(&self) -> Option<Instant> {
         match self.state() {
             DiskState::Late(since) | DiskState::Away(since) => Some(since),
@@ -199,7 +184,6 @@ impl DiskSource {
     }
 
     /// The time at which the present state began, if known.
-    #[must_use]
     pub fn state_since(&self) -> Option<Instant> {
         match self.state() {
             DiskState::Held(since) | DiskState::Retried(since) => Some(since),
@@ -208,7 +192,6 @@ impl DiskSource {
     }
 
     /// A line about the state that only this kind of disk has, such as its number of connections.
-    #[must_use]
     pub fn remark(&self) -> Option<String> {
         self.driver()?.remark()
     }
@@ -235,7 +218,6 @@ impl DiskSource {
     /// of the file system and the inode, or the id that a block device reports. May contain names
     /// of files. Empty for a null disk. Where the file system has no id of its own (XFS before
     /// Linux 6.9, NFS, FAT), it contains the number of its device, which may change.
-    #[must_use]
     pub fn identity(&self) -> &str {
         match &self.kind {
             SourceKind::File(source) => &source.identity,
@@ -246,7 +228,6 @@ impl DiskSource {
 
     /// The bytes of the bottom disk that make up this disk.
     #[doc(hidden)]
-    #[must_use]
     pub fn place(&self) -> Placement {
         let disk = || self.identity().to_owned();
         let whole = || Placement { disk: disk(), start: 0, end: None, is_spread: false };
@@ -255,7 +236,6 @@ impl DiskSource {
 
     /// Returns true if the kernel reports a rotating medium, on which requests cost the less the
     /// nearer they are.
-    #[must_use]
     pub fn is_rotational(&self) -> bool {
         self.local().is_some_and(|source| source.is_rotational)
     }
@@ -263,7 +243,6 @@ impl DiskSource {
     /// The unit in which discards give space back, in bytes. Smaller or misaligned parts keep their
     /// space. A multiple of the logical block. `None` if the kernel reports that the device never
     /// gives space back.
-    #[must_use]
     pub fn discard_bytes(&self) -> Option<u32> {
         match &self.kind {
             SourceKind::File(source) => source.discard_bytes,
@@ -274,7 +253,6 @@ impl DiskSource {
 
     /// The best length and alignment of reads and writes, in bytes: the disk stores this many
     /// together. A multiple of the physical block. `None` if unknown.
-    #[must_use]
     pub fn optimal_bytes(&self) -> Option<u32> {
         self.driver()?.optimal_bytes()
     }
@@ -308,7 +286,6 @@ impl DiskSource {
     }
 
     /// Returns true if an engine makes operations on a file or a block device for the disk.
-    #[must_use]
     pub fn has_engine(&self) -> bool {
         self.local().is_some()
     }
@@ -319,19 +296,16 @@ impl DiskSource {
     }
 
     /// The preferred engine, and the reason.
-    #[must_use]
     pub fn preference(&self) -> Option<(EngineKind, &str)> {
         self.engine.as_ref().map(|(engine, reason)| (*engine, &**reason))
     }
 
     /// The engine that is [preferred](Self::prefer_engine).
-    #[must_use]
     pub fn preferred_engine(&self) -> Option<EngineKind> {
         self.preference().map(|(engine, _)| engine)
     }
 
     /// The engine of the disk on `io`. `None` for a disk [without a file](Self::has_engine).
-    #[must_use]
     pub fn engine_on(&self, io: &Io) -> Option<EngineKind> {
         self.has_engine().then(|| io.engine_for(self.preferred_engine()))
     }
@@ -347,7 +321,6 @@ impl DiskSource {
 
     /// The numbers of the block device that the disk is on, or of the file system of its file, as
     /// `MAJOR:MINOR`. `None` without a file, or if the kernel does not report them.
-    #[must_use]
     pub fn device_number(&self) -> Option<String> {
         let status = rustix::fs::fstat(self.open_file()?).ok()?;
         let device = if self.is_block_device() { status.st_rdev } else { status.st_dev };
@@ -375,7 +348,6 @@ impl DiskSource {
 impl DiskSource {
     /// The format of the image header that the disk has. `None` if there is none, it cannot be
     /// read, or the disk is not in a local file or device.
-    #[must_use]
     pub fn foreign_format(&self) -> Option<&'static str> {
         match &self.kind {
             SourceKind::File(source) => format_of_file(source.file.as_ref()),
@@ -400,14 +372,12 @@ impl DiskSource {
     }
 
     /// The reason why the disk is refused as a qcow2 image. It may have an image of another format.
-    #[must_use]
     pub fn not_qcow2(&self) -> String {
         foreign::not_qcow2(self.foreign_format())
     }
 
     /// The warning about the file or device at `path`, which is not opened as a disk. `None` if it
     /// has no header of an image, or cannot be read.
-    #[must_use]
     pub fn format_warning(path: &Path) -> Option<String> {
         foreign::format_warning(path)
     }
@@ -422,7 +392,6 @@ impl DiskSource {
 
     /// A warning about the content of the disk, for its owner. The disk can be served in spite of
     /// it.
-    #[must_use]
     pub fn warning(&self) -> Option<String> {
         let of_kind = self.driver().and_then(|source| source.warning());
         of_kind.or_else(|| self.shared.foreign_format().map(warning))

@@ -243,7 +243,6 @@ struct Group {
 
 impl LimitGroup {
     /// The limits, for all disks of the group together.
-    #[must_use]
     pub fn limits(&self) -> Limits {
         self.0.lock().limits
     }
@@ -270,7 +269,6 @@ impl LimitGroup {
 
     /// Nanoseconds until each bucket of the limits is full, for a process that takes over the
     /// group. Empty without limits.
-    #[must_use]
     pub fn debts(&self) -> Vec<u64> {
         debts(self.0.lock().buckets.as_ref())
     }
@@ -282,7 +280,6 @@ impl LimitGroup {
     }
 
     /// Returns true if a disk that is in use is in the group.
-    #[must_use]
     pub fn has_members(&self) -> bool {
         self.0.lock().members.iter().any(|member| member.strong_count() > 0)
     }

@@ -23,7 +23,6 @@ impl Disk {
     /// The disk for requests about which `requester` is consulted.
     #[doc(hidden)]
     #[inline]
-    #[must_use]
     pub fn with_requester<'a>(&'a self, requester: &'a dyn Requester) -> Requests<'a> {
         Requests { disk: self, requester }
     }
@@ -31,7 +30,6 @@ impl Disk {
     /// The disk for requests without a requester.
     #[doc(hidden)]
     #[inline]
-    #[must_use]
     pub fn without_requester(&self) -> Requests<'_> {
         self.with_requester(&NoRequester)
     }
@@ -122,7 +120,6 @@ impl Disk {
 
 impl<'a> Requests<'a> {
     /// The disk itself.
-    #[must_use]
     pub fn disk(self) -> &'a Disk {
         self.disk
     }

@@ -12,7 +12,6 @@ use super::{DiskInfo, DiskSource, SourceKind};
 impl DiskSource {
     /// A disk with the given properties, for a simulated kernel that knows it by the descriptor of
     /// `file`. Memory and requests of direct I/O are aligned to these bytes.
-    #[must_use]
     pub fn simulated(
         file: OwnedFd,
         info: DiskInfo,

@@ -24,13 +24,11 @@ impl Disk {
     }
 
     /// Returns true if the queue of the disk stops, whether its requests wait or not.
-    #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.gate.wait_mode() != WaitMode::All
     }
 
     /// Returns true if the queue of the disk stops, and its requests do not wait.
-    #[must_use]
     pub fn is_stopping_for_good(&self) -> bool {
         self.gate.wait_mode() == WaitMode::Never
     }

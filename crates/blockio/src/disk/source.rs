@@ -53,7 +53,6 @@ impl DiskSource {
 
     /// Makes the disk of a driver, with its properties at open: the end of a function that opens a
     /// disk of another kind.
-    #[must_use]
     pub fn from_driver(info: DiskInfo, source: Arc<dyn DriverSource>) -> Self {
         Self::new(info, SourceKind::Driver(source))
     }

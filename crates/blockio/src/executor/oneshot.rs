@@ -74,7 +74,6 @@ impl<T> Receiver<T> {
 
 impl<T> Sender<T> {
     /// Returns true if the receiving side still exists.
-    #[must_use]
     pub fn is_awaited(&self) -> bool {
         Arc::strong_count(&self.waker) > 1
     }

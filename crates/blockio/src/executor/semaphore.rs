@@ -108,7 +108,6 @@ pub struct Ticket<S: Deref<Target = FairSemaphore>> {
 
 impl FairSemaphore {
     /// A semaphore of this many units.
-    #[must_use]
     pub fn new(units: usize) -> Self {
         Self(Mutex::new(Line::new(units)))
     }

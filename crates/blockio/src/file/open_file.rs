@@ -100,7 +100,6 @@ impl OpenFile {
     }
 
     /// The path of the file; empty if unknown.
-    #[must_use]
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

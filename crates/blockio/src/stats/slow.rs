@@ -60,13 +60,11 @@ impl SlowCauses {
     }
 
     /// The last long operation.
-    #[must_use]
     pub fn operation(&self) -> Option<Cause> {
         *self.operation.lock()
     }
 
     /// The last long wait.
-    #[must_use]
     pub fn wait(&self) -> Option<Cause> {
         *self.wait.lock()
     }

@@ -7,7 +7,6 @@ use std::path::PathBuf;
 /// # Panics
 ///
 /// When the system does not know the program.
-#[must_use]
 pub fn disk_folder() -> PathBuf {
     let mut program = std::env::current_exe().expect("the path of this program");
     program.pop();

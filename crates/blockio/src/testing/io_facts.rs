@@ -10,13 +10,11 @@ pub fn set_recently(io: &Io, now: Instant) {
 }
 
 /// The number of timers of the IoThread.
-#[must_use]
 pub fn timers(io: &Io) -> usize {
     io.reactor.borrow().timers()
 }
 
 /// The number of [remote ops](Io::begin_remote_op) that have not ended.
-#[must_use]
 pub fn remote_ops(io: &Io) -> usize {
     io.poll_window.remote_ops()
 }

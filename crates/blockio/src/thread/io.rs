@@ -131,7 +131,6 @@ impl Io {
     }
 
     /// Returns the name of the calling task for [`wake`](Self::wake).
-    #[must_use]
     pub fn current_task(&self) -> TaskRef {
         TaskRef(self.tasks.running.current())
     }
@@ -221,7 +220,6 @@ impl Io {
     }
 
     /// The counters of this IoThread.
-    #[must_use]
     pub fn stats(&self) -> &Arc<Stats> {
         &self.stats
     }
@@ -254,13 +252,11 @@ impl Io {
     }
 
     /// The number of ops that have not completed, and of results that are not yet taken.
-    #[must_use]
     pub fn ops(&self) -> usize {
         self.ops.borrow().slots.occupied()
     }
 
     /// The number of tasks that have not ended.
-    #[must_use]
     pub fn tasks(&self) -> usize {
         self.tasks.executor.borrow().tasks()
     }

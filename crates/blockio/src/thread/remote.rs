@@ -18,7 +18,6 @@ pub struct Remote {
 
 impl Io {
     /// Returns a handle with which other threads reach this IoThread.
-    #[must_use]
     pub fn remote(&self) -> Remote {
         Remote { mailbox: Arc::clone(&self.tasks.mailbox), stats: Arc::clone(&self.stats) }
     }
@@ -65,7 +64,6 @@ impl Remote {
     }
 
     /// The counters of the IoThread.
-    #[must_use]
     pub fn stats(&self) -> &Arc<Stats> {
         &self.stats
     }

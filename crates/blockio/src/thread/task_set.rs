@@ -33,7 +33,6 @@ struct TaskPlace<F> {
 
 impl<F: Future<Output = ()>> TaskSet<F> {
     /// Makes an empty set for a task on `io`.
-    #[must_use]
     pub fn new(io: Rc<Io>) -> Self {
         let set = io.tasks.executor.borrow_mut().add_set();
         let (places, free, woken) = (Vec::new(), Vec::new(), Vec::new());
@@ -41,13 +40,11 @@ impl<F: Future<Output = ()>> TaskSet<F> {
     }
 
     /// The number of futures that have not ended.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.places.len() - self.free.len()
     }
 
     /// Returns true if no future is left.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

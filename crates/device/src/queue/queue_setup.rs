@@ -95,7 +95,6 @@ pub(crate) struct QueueOptions {
 impl QueueSetup {
     /// Makes the set-up of a queue in `memory` at `ring`, without an inflight region and without
     /// `err`. The driver kicks through the eventfd `kick`, and the device calls through `call`.
-    #[must_use]
     pub fn new(memory: Arc<GuestMemory>, ring: Ring, kick: OwnedFd, call: OwnedFd) -> Self {
         let (kick, call) = (Some(kick), Some(call));
         Self {

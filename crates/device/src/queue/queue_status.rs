@@ -35,7 +35,6 @@ pub struct QueueView {
 
 impl QueueView {
     /// Requests taken and not answered, as of the queue's last run.
-    #[must_use]
     pub fn requests(&self) -> u32 {
         self.status.requests.load(Ordering::Relaxed)
     }
@@ -44,13 +43,11 @@ impl QueueView {
     /// [`SMALL_REQUEST_BYTES`], or zeroes to be written.
     ///
     /// [`SMALL_REQUEST_BYTES`]: crate::SMALL_REQUEST_BYTES
-    #[must_use]
     pub fn large_bytes(&self) -> u64 {
         self.status.bytes.load(Ordering::Relaxed)
     }
 
     /// True if the IoThread has seen all commands for the queue, such as a stop.
-    #[must_use]
     pub fn has_taken_commands(&self) -> bool {
         self.status.pending_commands.load(Ordering::Relaxed) == 0
     }

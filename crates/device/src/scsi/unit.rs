@@ -99,7 +99,6 @@ pub(crate) struct Attentions {
 impl UnitOptions {
     /// A unit with these names, on a disk of its own: it has a write cache, deallocates blocks,
     /// obeys stops, and has no texts.
-    #[must_use]
     pub fn new(naa: [u8; 8], port: [u8; 8]) -> Self {
         Self {
             vendor: String::new(),

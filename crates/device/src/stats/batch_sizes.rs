@@ -28,7 +28,6 @@ fn bucket_of(size: u32) -> usize {
 /// # Panics
 ///
 /// Panics if `index` is not below [`BATCH_BOUNDS`].
-#[must_use]
 pub const fn batch_bound(index: usize) -> u64 {
     assert!(index < BATCH_BOUNDS, "the last bucket has no bound");
     1 << index
@@ -53,7 +52,6 @@ impl BatchStats {
     }
 
     /// The batches so far, without empty ones.
-    #[must_use]
     pub fn values(&self) -> BatchSizes {
         let mut sizes = BatchSizes::default();
         for (index, counter) in self.0[..EMPTY].iter().enumerate() {
@@ -70,7 +68,6 @@ pub struct BatchSizes([u64; BUCKETS]);
 impl BatchSizes {
     /// The number of batches in each bucket. The bound of bucket `i` is [`batch_bound`] of `i`, and
     /// the last bucket has none.
-    #[must_use]
     pub fn buckets(&self) -> &[u64] {
         &self.0
     }

@@ -26,7 +26,6 @@ const RECORDED: usize = u64::BITS as usize;
 /// # Panics
 ///
 /// Panics if `index` is not below [`LATENCY_BOUNDS`].
-#[must_use]
 pub const fn latency_bound_ns(index: usize) -> u64 {
     assert!(index < LATENCY_BOUNDS, "the last bucket has no bound");
     1 << (FIRST_BOUND_LOG2 + index)
@@ -106,7 +105,6 @@ impl LatencyStats {
     }
 
     /// The latencies so far.
-    #[must_use]
     pub fn values(&self) -> Latency {
         let mut buckets = [0; BUCKETS];
         for (log2, counter) in self.by_log2.iter().enumerate() {
@@ -126,19 +124,16 @@ pub struct Latency {
 
 impl Latency {
     /// The number of latencies.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
     /// The sum of all latencies in nanoseconds.
-    #[must_use]
     pub fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
 
     /// The number of latencies in each bucket. The last bucket has no [bound](latency_bound_ns).
-    #[must_use]
     pub fn buckets(&self) -> &[u64; LATENCY_BOUNDS + 1] {
         &self.buckets
     }

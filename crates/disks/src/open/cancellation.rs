@@ -30,7 +30,6 @@ struct Reading {
 
 impl CancelToken {
     /// Returns false after the cancellation.
-    #[must_use]
     pub fn is_active(&self) -> bool {
         !self.0.is_cancelled.load(Ordering::Relaxed)
     }

@@ -39,13 +39,11 @@ impl Layer {
     }
 
     /// Makes the layer of a disk without a format, at the bottom.
-    #[must_use]
     pub fn raw(source: DiskSource) -> Self {
         Self { source, header: None }
     }
 
     /// The backing file that the image names.
-    #[must_use]
     pub fn backing(&self) -> Option<&BackingFile> {
         self.header.as_ref()?.backing.as_ref()
     }
@@ -60,7 +58,6 @@ impl Layer {
     }
 
     /// The disk that holds the layer.
-    #[must_use]
     pub fn source(&self) -> &DiskSource {
         &self.source
     }

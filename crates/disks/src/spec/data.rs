@@ -104,7 +104,6 @@ pub enum ImageFormat {
 
 impl DiskSpec {
     /// The name of the disk in the log.
-    #[must_use]
     pub fn name(&self) -> String {
         match self {
             Self::Null { .. } => "null disk".to_owned(),
@@ -135,7 +134,6 @@ impl DiskSpec {
     }
 
     /// The path of a file or device, if the disk is all of it and nothing else.
-    #[must_use]
     pub fn whole_file(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),

@@ -37,7 +37,6 @@ enum Words {
 const LAYERS_MAX: usize = 16;
 
 /// Words that complete the beginning of a disk's name, for a shell.
-#[must_use]
 pub fn completions(begun: &str) -> Vec<String> {
     // The keys of the innermost disk come last.
     let inner = begun.rfind("over=").map_or(0, |at| at + "over=".len());

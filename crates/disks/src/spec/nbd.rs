@@ -115,7 +115,6 @@ impl NbdSpec {
     }
 
     /// The options of the NBD client.
-    #[must_use]
     pub(crate) fn options(&self) -> NbdOptions {
         let address = match &self.socket {
             Some(path) => NbdAddress::Unix(path.clone()),

@@ -28,7 +28,6 @@ pub enum DiskPlace {
 
 impl DiskSpec {
     /// The places that the disk needs, from its top layer down.
-    #[must_use]
     pub fn places(&self) -> Vec<DiskPlace> {
         let mut places = Vec::new();
         self.add_places(&mut places);

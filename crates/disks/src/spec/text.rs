@@ -8,7 +8,6 @@ use ringhaul_options::redact::{REDACTED, is_secret_key, is_word, redact_part};
 pub(super) const OVER: &str = "over";
 
 /// The text without secrets. Words before the disk, as in `--export`, stay as they are.
-#[must_use]
 pub fn redact_spec(text: &str) -> String {
     let (before, disk) = match text.split_once("disk=") {
         Some((before, disk)) if before.is_empty() || before.ends_with(',') => {

@@ -35,7 +35,6 @@ pub struct ExportLog {
 
 impl ExportLog {
     /// Creates the log of an export with this name, which is also its name in commands and answers.
-    #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         let limit = RateLimit::default;
         let (errors, faults, sessions, slow) = (limit(), limit(), limit(), limit());

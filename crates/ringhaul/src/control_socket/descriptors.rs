@@ -53,7 +53,6 @@ pub struct OpenedFiles {
 impl OpenedFiles {
     /// Opens the files that the disks of an export name. For a daemon of another user
     /// (`is_foreign`), links of third users are not followed.
-    #[must_use]
     pub fn of_export(spec: &ExportSpec, is_foreign: bool) -> Self {
         let mut all = Self::default();
         for ((disk, settings), place) in spec.disks().iter().zip(spec.device.places()) {
@@ -64,7 +63,6 @@ impl OpenedFiles {
 
     /// Opens the files that the disk of a unit names, for an export with these settings, like
     /// [`of_export`](Self::of_export).
-    #[must_use]
     pub fn of_unit(unit: &UnitSpec, export: &ExportSettings, is_foreign: bool) -> Self {
         let mut all = Self::default();
         let (disk, settings) = unit.disk(export);

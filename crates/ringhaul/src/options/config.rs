@@ -64,7 +64,6 @@ struct Placed<T> {
 impl ConfigFile {
     /// Creates a reader of the file at `path`, for a program that was called with `arguments`, the
     /// first `options_at` of which stand before the options of `serve`.
-    #[must_use]
     pub fn new(
         path: &Path,
         mut program: clap::Command,
@@ -300,7 +299,6 @@ impl Config {
     }
 
     /// A summary with one line for each export, followed by its warnings.
-    #[must_use]
     pub fn summary(&self) -> String {
         if self.exports.is_empty() {
             return "no exports\n".to_owned();

@@ -29,7 +29,6 @@ struct Watch {
 impl MemoryLimits {
     /// Creates the limits: bytes for each front-end, bytes for the process, and the kinds of files
     /// that may be memory.
-    #[must_use]
     pub fn new(each_bytes: u64, of_all_bytes: u64, files: MemoryFiles) -> Self {
         let all = "the memory of all front-ends (--max-mapped-memory)";
         let all = MappingBudget::new(all, of_all_bytes);
@@ -152,7 +151,6 @@ pub(crate) fn raise_file_limit() {
 /// Returns the number of descriptors that each export's front-end may have open, so that no
 /// front-end starves another. The limit minus all other descriptors is divided equally. Front-ends
 /// have `of_front_ends` open now.
-#[must_use]
 pub(crate) fn descriptor_share(exports: usize, of_front_ends: usize) -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);

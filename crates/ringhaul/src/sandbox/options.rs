@@ -23,7 +23,6 @@ pub enum SandboxMode {
 
 impl SandboxMode {
     /// Returns true if the daemon is confined.
-    #[must_use]
     pub fn confines(self) -> bool {
         matches!(self, Self::On | Self::Strict)
     }

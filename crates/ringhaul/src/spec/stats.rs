@@ -343,7 +343,6 @@ impl Batches {
 
 impl Errors {
     /// Failed requests of all causes.
-    #[must_use]
     pub fn total(&self) -> u64 {
         let Self { disk, no_space, invalid, reserved, aborted, unavailable } = *self;
         disk + no_space + invalid + reserved + aborted + unavailable

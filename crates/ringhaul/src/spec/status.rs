@@ -68,7 +68,6 @@ pub struct ExportStatus {
 
 impl ExportStatus {
     /// Its name.
-    #[must_use]
     pub fn name(&self) -> String {
         self.spec.name()
     }

@@ -54,7 +54,6 @@ pub struct Switches {
 
 impl Switches {
     /// The configuration of an IoThread: defaults, without the optimisations that are off.
-    #[must_use]
     pub(crate) fn io_thread_config(&self) -> IoThreadConfig {
         let default = IoThreadConfig::default();
         IoThreadConfig {

@@ -51,7 +51,6 @@ impl std::fmt::Display for UnitPlace {
 
 impl UnitSpec {
     /// The place of the unit.
-    #[must_use]
     pub fn place(&self) -> UnitPlace {
         UnitPlace { target: self.target, lun: self.lun }
     }

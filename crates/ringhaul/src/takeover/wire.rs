@@ -48,13 +48,11 @@ pub struct Receiver {
 
 impl Receiver {
     /// Reads from `stream`.
-    #[must_use]
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, bytes: Vec::new(), fds: VecDeque::new() }
     }
 
     /// The connection.
-    #[must_use]
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }

@@ -23,7 +23,6 @@ impl Session {
     }
 
     /// Returns true if a keeper has the state.
-    #[must_use]
     pub fn is_kept(&self) -> bool {
         self.keeper.is_some()
     }

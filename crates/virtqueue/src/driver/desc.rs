@@ -62,13 +62,11 @@ pub struct Desc {
 
 impl Desc {
     /// A buffer for the device to read.
-    #[must_use]
     pub fn readable(addr: u64, len: u32) -> Self {
         Self { addr, len, flags: 0, next: 0 }
     }
 
     /// A buffer for the device to write.
-    #[must_use]
     pub fn writable(addr: u64, len: u32) -> Self {
         Self { addr, len, flags: WRITE, next: 0 }
     }
@@ -87,7 +85,6 @@ impl Desc {
     }
 
     /// The descriptor as it is in memory.
-    #[must_use]
     pub fn bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.addr.to_le_bytes());

@@ -70,19 +70,16 @@ impl InflightRegion {
     pub const VERSION: u16 = VERSION;
 
     /// The number of bytes of a region for `queues` queues of `queue_size` entries each.
-    #[must_use]
     pub const fn bytes(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
         queues as u64 * account_bytes(layout, queue_size) as u64
     }
 
     /// The number of bytes of such a region and a note.
-    #[must_use]
     pub const fn bytes_with_note(layout: RingLayout, queues: u16, queue_size: u16) -> u64 {
         Self::bytes(layout, queues, queue_size) + NOTE_BYTES
     }
 
     /// Returns the note of the previous process. `None` if there is no note, or no room for one.
-    #[must_use]
     pub fn note(&self) -> Option<u8> {
         let mut note = [0; 9];
         self.memory.read(self.place_of_note()?, &mut note).ok()?;
@@ -127,7 +124,6 @@ impl InflightRegion {
     }
 
     /// Returns true if the memory is long enough for the accounts of rings of this layout.
-    #[must_use]
     pub fn has_room(&self, layout: RingLayout) -> bool {
         self.check_room(layout).is_ok()
     }
@@ -261,7 +257,6 @@ pub enum Recovery {
 
 impl Recovery {
     /// Returns a description for the log, or `None` if no requests were left.
-    #[must_use]
     pub fn describe(self) -> Option<String> {
         let count = |requests| match requests {
             1 => "1 request".to_owned(),

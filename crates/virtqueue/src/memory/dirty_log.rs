@@ -45,7 +45,6 @@ impl DirtyLog {
     }
 
     /// The end of the guest memory whose pages the log can mark.
-    #[must_use]
     pub fn end(&self) -> u64 {
         self.bytes.saturating_mul(BYTES_OF_MARKS)
     }
@@ -73,7 +72,6 @@ impl DirtyLog {
     }
 
     /// Returns true if no access has found memory of the log gone.
-    #[must_use]
     pub fn is_intact(&self) -> bool {
         self.memory.is_intact()
     }

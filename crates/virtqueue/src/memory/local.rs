@@ -65,7 +65,6 @@ impl LocalMemory {
     }
 
     /// Returns a list of the whole map, for an engine that registers its pages.
-    #[must_use]
     pub fn whole(&self) -> Buffers {
         let range = |region: &HostRegion| iovec {
             iov_base: region.host.cast(),

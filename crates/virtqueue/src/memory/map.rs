@@ -183,7 +183,6 @@ impl GuestMemory {
     /// Returns true if no access has found memory of this map gone. Otherwise, reads may have
     /// returned zeroes, and writes are lost. Takes two loads, unless any map's region is lost.
     #[inline]
-    #[must_use]
     pub fn is_intact(&self) -> bool {
         // Load this first: a later loss changes the number again.
         let losses = losses();

@@ -31,7 +31,6 @@ impl PackedQueue {
     /// Reads the first bytes of a chain that was popped and not pushed. They may differ from those
     /// at the pop. `None` if its first descriptor has fewer, or the driver has changed it.
     #[cold]
-    #[must_use]
     pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
         let chain = self.chains.get(usize::from(head)).filter(|chain| chain.count > 0)?;
         let memory = self.memory.map();

@@ -50,7 +50,6 @@ impl SplitQueue {
     ///
     /// The functions of a pop are not used: a second caller would make them slower.
     #[cold]
-    #[must_use]
     pub fn header<const BYTES: usize>(&self, head: u16) -> Option<[u8; BYTES]> {
         let place = usize::from(head) * DESCRIPTOR_BYTES;
         let mut first = self.descriptor_at(self.config.desc_table.checked_add(place as u64)?)?;

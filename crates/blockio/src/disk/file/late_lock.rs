@@ -208,7 +208,6 @@ impl LateLock {
 }
 
 /// The reason to refuse a disk that has become smaller.
-#[must_use]
 pub fn smaller(now: u64, known: u64) -> String {
     format!(
         "it has {now} bytes, and the front-end knows it with {known}; restore its size, or start \

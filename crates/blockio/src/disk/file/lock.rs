@@ -292,7 +292,6 @@ pub fn set_holder_finder(find: impl Fn(&Path, bool) -> Vec<String> + Send + Sync
 
 /// Finds the programs that have the file at `path`, a canonical path, open, and locked if
 /// `is_locked`, as far as this process may see them. Returns their names with their process ids.
-#[must_use]
 pub fn find_holders(path: &Path, is_locked: bool) -> Vec<String> {
     let mut names = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {

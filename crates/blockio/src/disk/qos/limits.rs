@@ -65,7 +65,6 @@ const RATE_MAX: u64 = 1_000_000_000_000_000;
 
 impl Limits {
     /// Returns true if nothing is limited.
-    #[must_use]
     pub fn are_none(&self) -> bool {
         [self.requests, self.bytes].iter().all(|rates| *rates == Rates::default())
     }
