@@ -87,6 +87,12 @@ pub struct Histogram<const BITS: u32> {
     sum: Counter,
 }
 
+/// Times of operations in nanoseconds, each to within 3%.
+pub type Latencies = Histogram<5>;
+
+/// Sizes of batches, exact below 256.
+pub type Batches = Histogram<7>;
+
 impl<const BITS: u32> Default for Histogram<BITS> {
     fn default() -> Self {
         let buckets = (0..bucket_count(BITS)).map(|_| Counter::default()).collect();
@@ -256,8 +262,8 @@ pub struct OpStats {
     /// Operations that failed.
     pub errors: Counter,
     /// Nanoseconds from submit to harvest. The clock is read once for each submit and harvest, so
-    /// operations of one batch share their times. To within 3%.
-    pub latency_ns: Histogram<5>,
+    /// operations of one batch share their times.
+    pub latency_ns: Latencies,
 }
 
 /// The use of a budget of memory.
@@ -284,15 +290,15 @@ pub struct Stats {
     pub flush: OpStats,
     /// Discards and zeroing.
     pub deallocate: OpStats,
-    /// Completions found by one harvest that found any. Exact below 256, as for the numbers below.
-    pub harvested_at_once: Histogram<7>,
+    /// Completions found by one harvest that found any.
+    pub harvested_at_once: Batches,
     /// Foreign operations found complete by one harvest that found any.
-    pub foreign_at_once: Histogram<7>,
+    pub foreign_at_once: Batches,
     /// Times that another thread had to wake the loop, for the result of an operation or another
     /// post.
     pub woken: Counter,
     /// Operations given to the kernel by one submit.
-    pub submitted_at_once: Histogram<7>,
+    pub submitted_at_once: Batches,
     /// Requests whose memory had to be bounced.
     pub bounced: Counter,
     /// The memory for data that devices cannot take as it is (see
@@ -431,7 +437,7 @@ mod tests {
 
     #[test]
     fn percentiles_of_a_known_distribution() {
-        let histogram = Histogram::<7>::default();
+        let histogram = Batches::default();
         assert_eq!(histogram.percentile(50.0), 0);
         for value in 1..=7 {
             histogram.record(value);
@@ -445,7 +451,7 @@ mod tests {
 
     #[test]
     fn distributions_are_added_and_taken_from_each_other() {
-        let histogram = Histogram::<7>::default();
+        let histogram = Batches::default();
         [128, 1].iter().for_each(|value| histogram.record(*value));
         let earlier = histogram.values();
         [128, 16, 16].iter().for_each(|value| histogram.record(*value));
