@@ -47,8 +47,8 @@ const LONG_VERIFY: &str = "verify::tests::a_long_verify_ends_soon_when_its_task_
 const WITH_ENGINES: &[&str] = &[
     "contract_tests::",
     "disk::engine_trial::tests::files_of_one_file_system",
-    "disk::file::late_lock::tests::pages_that_were_read",
     "disk::flush_tests::",
+    "disk::late_lock::tests::pages_that_were_read",
     "disk::size_tests::",
     "disk::tests::",
     "engine::aio::",

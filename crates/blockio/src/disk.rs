@@ -13,6 +13,7 @@ mod foreign;
 #[doc(hidden)]
 pub mod hand_over;
 mod info;
+mod late_lock;
 mod properties;
 pub(crate) mod qos;
 mod raw;
@@ -35,8 +36,6 @@ use crate::thread::io::Io;
 use driver::{Driver, FilePosition, Route};
 use file::FileDisk;
 #[doc(hidden)]
-pub use file::late_lock::{LATE_LOCK_PATIENCE, LateLock, smaller};
-#[doc(hidden)]
 pub use file::lock::{find_holders, set_holder_finder};
 #[doc(hidden)]
 pub use file::opening::open_for_other;
@@ -49,6 +48,8 @@ pub use info::{
 };
 #[doc(hidden)]
 pub use info::{Placement, WaitTimes};
+#[doc(hidden)]
+pub use late_lock::{LATE_LOCK_PATIENCE, LateLock, smaller};
 pub use qos::LimitGroup;
 use qos::Shared;
 use qos::bulk_turns::BulkTurns;

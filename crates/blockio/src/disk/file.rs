@@ -2,7 +2,6 @@
 
 pub(super) mod alignment;
 mod attributes;
-pub(super) mod late_lock;
 pub(super) mod lock;
 pub(crate) mod opening;
 pub(super) mod partial_blocks;

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::file::late_lock::LateLock;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
 use super::foreign::{self, BYTES, format_of, format_of_file, warning};
 use super::info::{Abilities, DiskInfo, DiskState, Link, Placement, WaitTimes};
+use super::late_lock::LateLock;
 use super::qos::error_policy::{ErrorPolicy, WaitReason};
 use super::qos::limits::Limits;
 use super::qos::{LimitGroup, join};

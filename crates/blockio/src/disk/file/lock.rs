@@ -80,7 +80,7 @@ pub(crate) enum OpenError {
     Failed(Error),
 }
 
-pub(super) fn in_use(path: &Path, conflict: &Conflict) -> Error {
+pub(crate) fn in_use(path: &Path, conflict: &Conflict) -> Error {
     let (by, is_user_known) = match (conflict, holders(path, matches!(conflict, Conflict::Locked)))
     {
         // Further users may have the file open, too.
@@ -150,7 +150,7 @@ pub(crate) fn lock(file: &impl AsRawFd, path: &Path, read_only: bool) -> Result<
 }
 
 /// Like [`lock`], with an error of the file system as an error.
-pub(super) fn try_lock(file: &impl AsRawFd, read_only: bool) -> io::Result<Result<(), Conflict>> {
+pub(crate) fn try_lock(file: &impl AsRawFd, read_only: bool) -> io::Result<Result<(), Conflict>> {
     let [own, opposite] = bytes(read_only);
     let locked = lock_bytes(file, &own, &opposite);
     if !matches!(locked, Ok(Ok(()))) {
@@ -160,7 +160,7 @@ pub(super) fn try_lock(file: &impl AsRawFd, read_only: bool) -> io::Result<Resul
 }
 
 /// Releases the locks of [`lock`].
-pub(super) fn unlock(file: &impl AsRawFd, read_only: bool) {
+pub(crate) fn unlock(file: &impl AsRawFd, read_only: bool) {
     let [own, _] = bytes(read_only);
     for byte in own {
         // Fails only if the file system has no locks.
@@ -205,7 +205,7 @@ pub(crate) fn is_still_locked(file: &File) -> bool {
 }
 
 /// Checks that the file system of `file` has locks.
-pub(super) fn check_locks(file: &impl AsRawFd) -> io::Result<()> {
+pub(crate) fn check_locks(file: &impl AsRawFd) -> io::Result<()> {
     find_lock(file, UNSHARED + WRITE).map(drop)
 }
 

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Advice, fadvise, fdatasync};
 use rustix::io::Errno;
 
-use super::lock::{Conflict, check_locks, in_use, try_lock, unlock};
-use super::source::FileSource;
-use crate::disk::source::DiskSource;
+use super::file::lock::{Conflict, check_locks, in_use, try_lock, unlock};
+use super::file::source::FileSource;
+use super::source::DiskSource;
 use crate::error::Error;
 use crate::executor::{Lock, Turns};
 use crate::file::claim::Claim;
