@@ -93,13 +93,13 @@ impl FdStore {
     /// # Errors
     ///
     /// When no descriptor is left, or the manager does not take it.
-    fn keeper(&self, export: ExportSpec, earlier: Option<Kept>) -> io::Result<Arc<Lock<Keeper>>> {
+    fn keeper(&self, export: ExportSpec, earlier: Option<Kept>) -> io::Result<SharedKeeper> {
         let new = || {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
             Kept::new(Stash::new(format!("{STORED_PREFIX}{number}"))?)
         };
         let kept = earlier.map_or_else(new, Ok)?;
-        Ok(Arc::new(Lock::new(Keeper::new(kept, export))))
+        Ok(SharedKeeper::new(kept, export))
     }
 
     /// Reserves the names up to this one, of a stash of another process.
@@ -215,8 +215,8 @@ impl KeptSession {
     ) -> io::Result<Option<Box<dyn StateKeeper>>> {
         let Some(store) = &self.store else { return Ok(None) };
         let keeper = store.keeper(export, earlier)?;
-        self.keeper = Arc::downgrade(&keeper);
-        Ok(Some(Box::new(SharedKeeper(keeper))))
+        self.keeper = Arc::downgrade(&keeper.0);
+        Ok(Some(Box::new(keeper)))
     }
 
     /// Keeps the session with the units of this export from now on.

@@ -40,15 +40,26 @@ pub(crate) struct Kept {
     last: Option<Record>,
 }
 
-impl Keeper {
+impl SharedKeeper {
     pub(super) fn new(kept: Kept, export: ExportSpec) -> Self {
-        Self { export, kept: Some(kept), begun: Vec::new(), fds: HashSet::new() }
+        let (kept, begun, fds) = (Some(kept), Vec::new(), HashSet::new());
+        Self(Arc::new(Lock::new(Keeper { export, kept, begun, fds })))
     }
+}
 
+impl Keeper {
     fn put_number(&mut self, fd: RawFd, number: Number) -> FdIndex {
         self.fds.insert(fd);
         self.begun.push(number);
         FdIndex::new(self.begun.len() - 1)
+    }
+
+    fn put_new(&mut self, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        let raw = fd.as_raw_fd();
+        let Some(kept) = &mut self.kept else { return Ok(self.put_number(raw, 0)) };
+        let number = kept.put(fd)?;
+        kept.known.insert(raw, number);
+        Ok(self.put_number(raw, number))
     }
 
     /// Writes the last state again, as that of the export with these units. A message that is being
@@ -139,68 +150,44 @@ impl Kept {
     }
 }
 
-impl FdSink for Keeper {
-    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+impl FdSink for SharedKeeper {
+    fn put(&mut self, _: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
+        let mut keeper = self.0.lock();
         let raw = fd.as_raw_fd();
-        match self.kept.as_ref().and_then(|kept| kept.known.get(&raw).copied()) {
-            Some(number) => Ok(self.put_number(raw, number)),
-            None => self.put_new(name, fd),
+        match keeper.kept.as_ref().and_then(|kept| kept.known.get(&raw).copied()) {
+            Some(number) => Ok(keeper.put_number(raw, number)),
+            None => keeper.put_new(fd),
         }
     }
 
     fn put_new(&mut self, _: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
-        let raw = fd.as_raw_fd();
-        let Some(kept) = &mut self.kept else { return Ok(self.put_number(raw, 0)) };
-        let number = kept.put(fd)?;
-        kept.known.insert(raw, number);
-        Ok(self.put_number(raw, number))
-    }
-}
-
-impl StateKeeper for Keeper {
-    fn begin(&mut self) {
-        self.begun.clear();
-        self.fds.clear();
-    }
-
-    fn keep(&mut self, state: io::Result<SessionState>) {
-        let Some(kept) = &mut self.kept else { return };
-        kept.known.retain(|fd, _| self.fds.contains(fd));
-        let written = state.and_then(|state| kept.write(&self.export, state, &self.begun));
-        if let Err(error) = written {
-            self.fail(&error);
-        }
-    }
-
-    fn note_sent(&mut self) {
-        let Some(kept) = &mut self.kept else { return };
-        kept.last.iter_mut().for_each(|last| last.session.forget_answer());
-        if let Err(error) = kept.file.note_sent() {
-            self.fail(&error);
-        }
-    }
-}
-
-impl FdSink for SharedKeeper {
-    fn put(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
-        self.0.lock().put(name, fd)
-    }
-
-    fn put_new(&mut self, name: &str, fd: BorrowedFd<'_>) -> io::Result<FdIndex> {
-        self.0.lock().put_new(name, fd)
+        self.0.lock().put_new(fd)
     }
 }
 
 impl StateKeeper for SharedKeeper {
     fn begin(&mut self) {
-        self.0.lock().begin();
+        let mut keeper = self.0.lock();
+        keeper.begun.clear();
+        keeper.fds.clear();
     }
 
     fn keep(&mut self, state: io::Result<SessionState>) {
-        self.0.lock().keep(state);
+        let keeper = &mut *self.0.lock();
+        let Some(kept) = &mut keeper.kept else { return };
+        kept.known.retain(|fd, _| keeper.fds.contains(fd));
+        let written = state.and_then(|state| kept.write(&keeper.export, state, &keeper.begun));
+        if let Err(error) = written {
+            keeper.fail(&error);
+        }
     }
 
     fn note_sent(&mut self) {
-        self.0.lock().note_sent();
+        let mut keeper = self.0.lock();
+        let Some(kept) = &mut keeper.kept else { return };
+        kept.last.iter_mut().for_each(|last| last.session.forget_answer());
+        if let Err(error) = kept.file.note_sent() {
+            keeper.fail(&error);
+        }
     }
 }

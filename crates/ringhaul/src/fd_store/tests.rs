@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use vhost_user::{FdIndex, FdSink, PassedFds, SessionState, StateKeeper};
 
 use super::KeptSession;
-use super::keeper::{Keeper, Kept};
+use super::keeper::{Kept, SharedKeeper};
 use super::passed::KilledSession;
 use super::record::{self, HALF_BYTES, HEADER_BYTES, Record, RecordFile, SENT_BYTES};
 use super::stash::{Number, Stash};
@@ -218,7 +218,7 @@ fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
     let stash = Stash::new_unstored("test".to_owned()).unwrap();
     let ends = stash.copies();
     let kept = Kept::new(stash).unwrap();
-    let mut keeper = Keeper::new(kept, export(DeviceSpec::Blk(disk(512))));
+    let mut keeper = SharedKeeper::new(kept, export(DeviceSpec::Blk(disk(512))));
     let (mut reused, lasting) = (counted(1), counted(2));
     let mut keep = |fds: &[&OwnedFd]| {
         keeper.begin();
@@ -246,8 +246,8 @@ fn a_change_of_units_keeps_the_last_state() {
     let stash = Stash::new_unstored("test".to_owned()).unwrap();
     let ends = stash.copies();
     let [before, after] = [512, 1024].map(|bytes| export(DeviceSpec::Blk(disk(bytes))));
-    let mut keeper = Keeper::new(Kept::new(stash).unwrap(), before.clone());
-    keeper.set_export(before.clone());
+    let mut keeper = SharedKeeper::new(Kept::new(stash).unwrap(), before.clone());
+    keeper.0.lock().set_export(before.clone());
     keeper.begin();
     let _ = keeper.put("test", counted(1).as_fd()).unwrap();
     keeper.keep(Ok(session(&[3])));
@@ -259,10 +259,10 @@ fn a_change_of_units_keeps_the_last_state() {
         let state = serde_json::to_value(found[0].state.take().unwrap()).unwrap();
         assert_eq!(state["channel"]["output"], output);
     };
-    keeper.set_export(after.clone());
+    keeper.0.lock().set_export(after.clone());
     check(&after, json!([3]));
     keeper.note_sent();
-    keeper.set_export(before.clone());
+    keeper.0.lock().set_export(before.clone());
     check(&before, json!([]));
 }
 
@@ -272,7 +272,7 @@ fn a_session_that_is_handed_over_stays_in_its_stash() {
     let stash = Stash::new_unstored("rh-1".to_owned()).unwrap();
     let ends = stash.copies();
     let copies = || ends.iter().map(|end| end.try_clone().unwrap()).collect::<Vec<_>>();
-    let keep = |keeper: &mut Keeper, fd: &OwnedFd, output: u8| {
+    let keep = |keeper: &mut SharedKeeper, fd: &OwnedFd, output: u8| {
         keeper.begin();
         let _ = keeper.put("test", fd.as_fd()).unwrap();
         keeper.keep(Ok(session(&[output])));
@@ -287,14 +287,14 @@ fn a_session_that_is_handed_over_stays_in_its_stash() {
     };
     let device = export(DeviceSpec::Blk(disk(512)));
     let kept = Kept::new(stash).unwrap();
-    let mut old = Keeper::new(kept, device.clone());
+    let mut old = SharedKeeper::new(kept, device.clone());
     (1..4).for_each(|output| keep(&mut old, &counted(1), output));
     let mut fds = PassedFds::default();
-    let state = old.hand_over(&mut fds).unwrap().unwrap();
+    let state = old.0.lock().hand_over(&mut fds).unwrap().unwrap();
     let mut handed = KeptSession::new(None);
     handed.take_over(Some(state), &mut fds).unwrap();
     check(1, 3);
-    let mut new = Keeper::new(handed.open_handed().unwrap().unwrap(), device);
+    let mut new = SharedKeeper::new(handed.open_handed().unwrap().unwrap(), device);
     check(1, 3);
     keep(&mut new, &counted(2), 4);
     check(2, 4);
@@ -315,7 +315,7 @@ fn a_stash_does_not_grow_from_process_to_process() {
     let mut kept = Kept::new(stash).unwrap();
     for process in 1..5 {
         let (file, connection) = (counted(process), socket.try_clone().unwrap());
-        let mut keeper = Keeper::new(kept, device.clone());
+        let mut keeper = SharedKeeper::new(kept, device.clone());
         keeper.begin();
         let _ = keeper.put("connection", connection.as_fd()).unwrap();
         let _ = keeper.put("kick", file.as_fd()).unwrap();
