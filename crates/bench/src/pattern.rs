@@ -87,11 +87,7 @@ impl Op {
 
     /// Position in tables that have one entry for each operation.
     pub(crate) const fn index(self) -> usize {
-        match self {
-            Self::Read => 0,
-            Self::Write => 1,
-            Self::Flush => 2,
-        }
+        self as usize
     }
 
     pub(crate) const fn name(self) -> &'static str {

@@ -54,7 +54,7 @@ struct Info {
     format: String,
     /// The disk, followed by the layers below it.
     chain: Vec<String>,
-    cache: &'static str,
+    cache: CacheMode,
     engine: Option<String>,
     engine_reason: Option<String>,
     can: Can,
@@ -158,7 +158,7 @@ impl Info {
             physical_block_bytes: info.physical_block_bytes,
             format: source.format().to_owned(),
             chain: chain.iter().map(ToString::to_string).collect(),
-            cache: open.cache.name(),
+            cache: open.cache,
             engine,
             engine_reason,
             can: Can {
@@ -214,7 +214,7 @@ impl std::fmt::Display for Info {
             format!("{} bytes, physical {}", self.logical_block_bytes, self.physical_block_bytes);
         let mut rows = vec![("size", size), ("blocks", blocks), ("format", self.format.clone())];
         rows.extend(self.chain.iter().map(|link| ("made of", link.clone())));
-        rows.push(("cache", self.cache.to_owned()));
+        rows.push(("cache", self.cache.to_string()));
         if let (Some(engine), Some(why)) = (&self.engine, &self.engine_reason) {
             rows.push(("engine", format!("{engine}: {why}")));
         }

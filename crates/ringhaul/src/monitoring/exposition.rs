@@ -4,10 +4,11 @@
 use std::fmt::{self, Display, Write};
 
 use device::{BATCH_BOUNDS, LATENCY_BOUNDS, batch_bound, latency_bound_ns};
+use serde::Serialize;
 
 use crate::spec::command::{DiskState, ExportStatus};
 use crate::spec::stats::{
-    Batches, DaemonStats, Errors, ExportStats, LoopStats, Operation, OperationStats, QueueServed,
+    Batches, DaemonStats, Errors, ExportStats, LoopStats, OperationStats, QueueServed,
 };
 
 /// Writes all metrics of a daemon.
@@ -98,6 +99,15 @@ impl Display for Label<'_> {
     }
 }
 
+/// The word for a value in JSON.
+struct Word<T>(T);
+
+impl<T: Serialize> Display for Word<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.serialize(f)
+    }
+}
+
 /// Nanoseconds, shown in seconds.
 struct Seconds(u64);
 
@@ -141,20 +151,9 @@ fn write_states(text: &mut Text, exports: &[ExportStatus]) {
         let name = export.name();
         for state in DiskState::ALL {
             let labels: [(&str, &dyn Display); 2] =
-                [("export", &Label(&name)), ("state", &state_word(state))];
+                [("export", &Label(&name)), ("state", &Word(state))];
             text.sample("", &labels, u8::from(state == export.disk_state));
         }
-    }
-}
-
-fn state_word(state: DiskState) -> &'static str {
-    match state {
-        DiskState::Ready => "ready",
-        DiskState::Retried => "retried",
-        DiskState::Held => "held",
-        DiskState::Away => "away",
-        DiskState::Late => "late",
-        DiskState::Lost => "lost",
     }
 }
 
@@ -190,20 +189,9 @@ fn each_operation(
 ) {
     for export in exports {
         for stats in &export.operations {
-            let operation = operation_word(stats.operation);
+            let operation = Word(stats.operation).to_string().replace('-', "_");
             write(&[("export", &Label(&export.name)), ("op", &operation)], stats);
         }
-    }
-}
-
-fn operation_word(operation: Operation) -> &'static str {
-    match operation {
-        Operation::Read => "read",
-        Operation::Write => "write",
-        Operation::Flush => "flush",
-        Operation::Discard => "discard",
-        Operation::WriteZeroes => "write_zeroes",
-        Operation::Other => "other",
     }
 }
 
@@ -401,6 +389,7 @@ fn write_threads(text: &mut Text, threads: &[LoopStats]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::stats::Operation;
 
     #[test]
     fn seconds_have_no_more_digits_than_they_need() {

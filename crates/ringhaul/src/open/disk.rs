@@ -175,7 +175,7 @@ impl OpenDisk {
         let info = source.info();
         // A null disk has no data that a cache could keep.
         let is_null = source.chain().last().is_some_and(|bottom| bottom.kind == "null");
-        let cached = if is_null { String::new() } else { format!(", cache {}", cache.name()) };
+        let cached = if is_null { String::new() } else { format!(", cache {cache}") };
         let summary = format!(
             "{} MiB, logical block {} bytes{cached}{}",
             info.size_bytes >> 20,

@@ -30,12 +30,7 @@ impl SandboxMode {
 
 impl fmt::Display for SandboxMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::On => "on",
-            Self::Log => "log",
-            Self::Off => "off",
-            Self::Strict => "strict",
-        })
+        self.serialize(f)
     }
 }
 

@@ -29,11 +29,7 @@ pub enum ExportState {
 
 impl std::fmt::Display for ExportState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Opening => "opening",
-            Self::Serving => "serving",
-            Self::Stopping => "stopping",
-        })
+        self.serialize(f)
     }
 }
 

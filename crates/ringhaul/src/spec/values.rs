@@ -1,6 +1,7 @@
 //! Settings that have few values, or a form of their own, and names that are derived from the
 //! identity of a disk without revealing it.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -26,17 +27,13 @@ pub enum CacheMode {
     Writethrough,
 }
 
-impl CacheMode {
-    /// The name of the mode among the values of `--cache`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Directsync => "directsync",
-            Self::Writeback => "writeback",
-            Self::Writethrough => "writethrough",
-        }
+impl fmt::Display for CacheMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
+}
 
+impl CacheMode {
     pub(crate) fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }

@@ -115,7 +115,7 @@ fn page_cache(disk: &DiskDetails, wanted: Option<CacheMode>) -> Option<Finding> 
         Some(mode) => Finding::new(
             Level::Note,
             "page-cache",
-            format!("{name} uses the page cache of the host (cache={})", mode.name()),
+            format!("{name} uses the page cache of the host (cache={mode})"),
             "cache=none, if the guest has a page cache of its own",
         ),
     })

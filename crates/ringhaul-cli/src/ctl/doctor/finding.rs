@@ -1,6 +1,6 @@
 //! Findings: their order, and their forms for people, scripts and programs.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use ringhaul_options::redact::printable;
 use serde::Serialize;
@@ -17,13 +17,9 @@ pub(super) enum Level {
     Note,
 }
 
-impl Level {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Harmful => "harmful",
-            Self::Warning => "warning",
-            Self::Note => "note",
-        }
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
     }
 }
 
@@ -75,7 +71,7 @@ pub(super) fn text(findings: &[Finding]) -> String {
     for Finding { level, export, finding, figure, remedy } in findings {
         let place = export.as_deref().unwrap_or("host");
         // Writing to a string does not fail.
-        let _ = writeln!(text, "{}: {}: {finding}", level.word(), printable(place));
+        let _ = writeln!(text, "{level}: {}: {finding}", printable(place));
         let _ = writeln!(text, "    {}", printable(figure));
         let _ = writeln!(text, "    remedy: {}", printable(remedy));
     }
@@ -86,7 +82,7 @@ pub(super) fn text(findings: &[Finding]) -> String {
 pub(super) fn lines(findings: &[Finding]) -> String {
     let line = |Finding { level, export, finding, figure, remedy }: &Finding| {
         let place = export.as_deref().unwrap_or("host");
-        let line = format!("{}  {place}  {finding}  {figure}; {remedy}", level.word());
+        let line = format!("{level}  {place}  {finding}  {figure}; {remedy}");
         format!("{}\n", printable(&line))
     };
     findings.iter().map(line).collect()
