@@ -42,21 +42,21 @@ impl Cluster {
         // SAFETY: the texts end with a zero, and the handle is written to memory of ours.
         let made =
             unsafe { (api.rados_create2)(&raw mut handle, c"ceph".as_ptr(), user.as_ptr(), 0) };
-        Ok(checked(made).map(|_| Self { api, handle }))
+        Ok(checked(made).map(|()| Self { api, handle }))
     }
 
     /// Reads a configuration, without a path from the usual places.
     pub(super) fn read_configuration(&self, path: Option<&CStr>) -> io::Result<()> {
         let path = path.map_or(null(), CStr::as_ptr);
         // SAFETY: the handle is ours, the path ends with a zero or is null.
-        checked(unsafe { (self.api.rados_conf_read_file)(self.handle, path) }).map(|_| ())
+        checked(unsafe { (self.api.rados_conf_read_file)(self.handle, path) })
     }
 
     /// Sets an option.
     pub(super) fn set(&self, name: &CStr, value: &CStr) -> io::Result<()> {
         let (name, value) = (name.as_ptr(), value.as_ptr());
         // SAFETY: the handle is ours, the texts end with a zero.
-        checked(unsafe { (self.api.rados_conf_set)(self.handle, name, value) }).map(|_| ())
+        checked(unsafe { (self.api.rados_conf_set)(self.handle, name, value) })
     }
 
     /// The value of an option.
@@ -70,7 +70,7 @@ impl Cluster {
     /// Connects, and waits for the monitors.
     pub(super) fn connect(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
-        checked(unsafe { (self.api.rados_connect)(self.handle) }).map(|_| ())
+        checked(unsafe { (self.api.rados_connect)(self.handle) })
     }
 
     /// The id of the cluster, once it is connected.
@@ -232,10 +232,16 @@ impl Image {
         Ok(number)
     }
 
+    /// Calls a function of the image that waits for the cluster.
+    fn wait(&self, function: unsafe extern "C" fn(Handle) -> c_int) -> io::Result<()> {
+        // SAFETY: the handle is ours.
+        checked(unsafe { function(self.open.handle) })
+    }
+
     /// Changes the size, and waits for the cluster.
     pub(super) fn resize(&self, size_bytes: u64) -> io::Result<()> {
         // SAFETY: the handle is ours.
-        checked(unsafe { (self.open.api.rbd_resize)(self.open.handle, size_bytes) }).map(|_| ())
+        checked(unsafe { (self.open.api.rbd_resize)(self.open.handle, size_bytes) })
     }
 
     /// Acquires the exclusive lock for as long as the image is open. Waits for the cluster, and for
@@ -243,25 +249,21 @@ impl Image {
     pub(super) fn lock(&self) -> io::Result<()> {
         // SAFETY: the handle is ours.
         checked(unsafe { (self.open.api.rbd_lock_acquire)(self.open.handle, EXCLUSIVE) })
-            .map(|_| ())
     }
 
     /// Releases the exclusive lock. Fails if another client has it.
     pub(super) fn unlock(&self) -> io::Result<()> {
-        // SAFETY: the handle is ours.
-        checked(unsafe { (self.open.api.rbd_lock_release)(self.open.handle) }).map(|_| ())
+        self.wait(self.open.api.rbd_lock_release)
     }
 
     /// Flushes the cache, and waits for the cluster.
     pub(super) fn write_back(&self) -> io::Result<()> {
-        // SAFETY: the handle is ours.
-        checked(unsafe { (self.open.api.rbd_flush)(self.open.handle) }).map(|_| ())
+        self.wait(self.open.api.rbd_flush)
     }
 
     /// Drops the cache, after it is written.
     pub(super) fn drop_cache(&self) -> io::Result<()> {
-        // SAFETY: the handle is ours.
-        checked(unsafe { (self.open.api.rbd_invalidate_cache)(self.open.handle) }).map(|_| ())
+        self.wait(self.open.api.rbd_invalidate_cache)
     }
 
     /// Begins to read into all of `memory`, of which `buffers` is a list.
@@ -409,9 +411,9 @@ fn text(write: impl FnOnce(*mut c_char, usize) -> c_int) -> io::Result<String> {
     Ok(text.to_string_lossy().into_owned())
 }
 
-fn checked(result: c_int) -> io::Result<c_int> {
+fn checked(result: c_int) -> io::Result<()> {
     match result {
-        0.. => Ok(result),
+        0.. => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno.checked_neg().unwrap_or(libc::EIO))),
     }
 }
