@@ -262,6 +262,19 @@ mod tests {
     }
 
     #[test]
+    fn retried_and_held_requests_have_times_of_their_own() {
+        let start = clock::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let retry_stats = RetryStats::default();
+        let (mut retried, mut held) =
+            (RetryState::new(&retry_stats), RetryState::new(&retry_stats));
+        let (eio, full) = (errno(libc::EIO), errno(libc::ENOSPC));
+        retried.record_failure(ErrorAction::Retry, &eio, at(1)).unwrap();
+        held.record_failure(ErrorAction::Hold, &full, at(2)).unwrap();
+        assert_eq!(retry_stats.times(at(5)), [4, 3].map(Duration::from_secs));
+    }
+
+    #[test]
     fn a_client_that_was_locked_out_does_not_try_again() {
         // A cluster locks a client out for good; space comes back.
         assert!(!is_transient(libc::ESHUTDOWN));

@@ -331,6 +331,40 @@ mod tests {
 
     use super::*;
 
+    /// The kernel keeps a ring from all operations that no engine makes, so that code in the place
+    /// of the daemon opens and connects nothing through the rings that it has.
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the kernel")]
+    fn a_ring_makes_only_the_operations_of_its_engine() {
+        let setup = Setup { depth: 4, sqpoll: false, embedded: false, polled_beside: None };
+        let fsync = || opcode::Fsync::new(types::Fd(-1)).build();
+        let (path, cwd) = (c"/dev/null", types::Fd(libc::AT_FDCWD));
+        let address = [0_u8; 16];
+        for (name, entry, is_permitted) in [
+            ("nop", opcode::Nop::new().build(), false),
+            ("openat", opcode::OpenAt::new(cwd, path.as_ptr()).build(), false),
+            ("socket", opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(), false),
+            ("connect", opcode::Connect::new(cwd, address.as_ptr().cast(), 16).build(), false),
+            ("unlinkat", opcode::UnlinkAt::new(cwd, path.as_ptr()).build(), false),
+            ("close", opcode::Close::new(types::Fd(-1)).build(), false),
+            // The engine has this operation without the flag, and this descriptor is none.
+            ("flag", fsync().flags(squeue::Flags::ASYNC), false),
+            ("fsync", fsync(), true),
+        ] {
+            let mut ring = Ring::new(&setup).unwrap();
+            // SAFETY: what the entries point to lives until the completion.
+            unsafe { ring.push(&entry) };
+            ring.submit_and_wait(None, &Stats::default()).unwrap();
+            let mut entries = Vec::new();
+            ring.take(&mut entries);
+            let expected = if is_permitted { -libc::EBADF } else { -libc::EACCES };
+            assert_eq!(entries[0].result(), expected, "{name}");
+        }
+        let ring = Ring::new(&setup).unwrap();
+        let refused = ring.ring.submitter().register_personality().unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EACCES));
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn entries_are_untold_until_they_are_submitted() {
