@@ -219,6 +219,11 @@ impl KeptSession {
         Ok(Some(Box::new(keeper)))
     }
 
+    /// Returns true if the session survives a kill of this process.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.keeper.upgrade().is_some_and(|keeper| keeper.lock().is_kept())
+    }
+
     /// Keeps the session with the units of this export from now on.
     pub(crate) fn set_export(&self, export: ExportSpec) {
         if let Some(keeper) = self.keeper.upgrade() {

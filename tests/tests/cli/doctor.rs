@@ -6,6 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, READY, Running, TestFolders, ringhaul, run, serve};
 use ringhaul_kit::frontend::{Frontend, Setup, protocol_feature};
+use ringhaul_kit::service_manager::ServiceManager;
 use serde_json::Value;
 
 use crate::{DISK_BYTES, test_folders};
@@ -89,6 +90,24 @@ fn a_front_end_without_an_inflight_region_is_found() -> Result<()> {
     }
 }
 
+/// The daemon has a region for a connection that the service manager keeps.
+#[test]
+fn a_front_end_that_survives_kills_has_no_finding() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("disk.img", DISK_BYTES)?;
+    let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
+    command.args(["--name", "vm", "--keep-connections", "on", "--control"]);
+    let manager =
+        ServiceManager::listen(&folders.socket("manager"), command.arg(folders.socket("control")))?;
+    let _daemon = Running::serve(&mut command)?;
+    let mut frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    frontend.read(0, 0, 4096)?;
+    manager.wait_stored(&["rh-0"])?;
+    let found = findings(&folders, Some("vm"))?;
+    ensure!(found.is_empty(), "{found:#?}");
+    Ok(())
+}
+
 /// Everything that a bug report needs is in one file, for its owner only.
 #[test]
 fn a_bundle_is_complete_and_private() -> Result<()> {
@@ -110,7 +129,16 @@ fn a_bundle_is_complete_and_private() -> Result<()> {
     let is_given = |word: &str| options.iter().any(|option| option == word);
     ensure!(is_given("--serial") && is_given("a://***@h") && !is_given(serial), "{options:?}");
     ensure!(found["process"]["kernel"].as_str() == Some(&kernel()?), "{text}");
-    for key in ["/ctl/version", "/daemon/features/0", "/stats/exports/0/name", "/settings/log"] {
+    ensure!(!text.contains("hidden"), "{text}");
+    for key in [
+        "/ctl/version",
+        "/ctl/features",
+        "/daemon/version",
+        "/daemon/features/0",
+        "/stats/exports/0/name",
+        "/stats/iothreads/0/name",
+        "/settings/log",
+    ] {
         ensure!(found.pointer(key).is_some_and(|value| !value.is_null()), "no {key}: {text}");
     }
     ensure!(found["exports"][0]["disks"][0]["engine"].is_string(), "{text}");

@@ -18,6 +18,7 @@ use anyhow::{Context, Result};
 use clap_complete::ArgValueCandidates;
 use ringhaul::process::FEATURES;
 use ringhaul::spec::process::LogLines;
+use ringhaul_options::redact::redact;
 use serde_json::{Value, json};
 
 use super::connection::{Connection, export_names};
@@ -86,7 +87,7 @@ fn write_bundle(
     let log: LogLines = ask(daemon, "log", &json!({}))?;
     let mut ask = |method| ask::<Value>(daemon, method, &json!({}));
     let exports = facts.exports.iter().map(|export| serde_json::to_value(&export.details));
-    let bundle = json!({
+    let mut bundle = json!({
         "ctl": {
             "version": env!("CARGO_PKG_VERSION"),
             "commit": option_env!("RINGHAUL_COMMIT"),
@@ -100,11 +101,22 @@ fn write_bundle(
         "stats": facts.first_stats,
         "log": log.lines,
     });
+    leave_secrets_out(&mut bundle);
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     file.and_then(|mut file| writeln!(file, "{bundle:#}"))
         .with_context(|| format!("cannot write {}; give the path of a new file", path.display()))?;
     eprintln!("ringhaul: wrote {}; read it before you send it", path.display());
     Ok(())
+}
+
+/// Replaces secrets in all texts, for example the password of a URI in a name.
+fn leave_secrets_out(value: &mut Value) {
+    match value {
+        Value::String(text) => *text = redact(text).into_owned(),
+        Value::Array(all) => all.iter_mut().for_each(leave_secrets_out),
+        Value::Object(all) => all.values_mut().for_each(leave_secrets_out),
+        _ => {}
+    }
 }
 
 /// All findings, the most harmful first.

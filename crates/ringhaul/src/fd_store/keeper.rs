@@ -48,6 +48,11 @@ impl SharedKeeper {
 }
 
 impl Keeper {
+    /// Returns true if the service manager has the last state.
+    pub(super) fn is_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+
     fn put_number(&mut self, fd: RawFd, number: Number) -> FdIndex {
         self.fds.insert(fd);
         self.begun.push(number);

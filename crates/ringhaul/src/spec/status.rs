@@ -249,6 +249,10 @@ pub struct FrontEndDetails {
     pub connected_seconds: u64,
     /// The process, if the kernel reports it.
     pub peer: Option<Peer>,
+    /// True if a kill of the daemon does not disconnect it, because the service manager keeps its
+    /// connection.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub kept: bool,
     /// The state of the session.
     #[serde(flatten)]
     pub session: SessionDetails,

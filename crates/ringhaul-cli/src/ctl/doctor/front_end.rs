@@ -40,8 +40,11 @@ pub(super) fn findings(export: &ExportFacts) -> Vec<Finding> {
         // The features are not final yet.
         return Vec::new();
     }
-    let all =
-        [no_inflight_region(export, front_end), no_reconnect(export), no_event_idx(front_end)];
+    let all = [
+        no_inflight_region(export, front_end),
+        no_reconnect(export, front_end),
+        no_event_idx(front_end),
+    ];
     all.into_iter().flatten().chain(small_queues(export, front_end)).collect()
 }
 
@@ -82,11 +85,12 @@ fn no_front_end(export: &ExportFacts) -> Option<Finding> {
     ))
 }
 
-/// A crash repeats or loses requests without an account of them.
+/// A crash repeats or loses requests without an account of them. For a connection that the service
+/// manager keeps, the daemon has an account of its own.
 fn no_inflight_region(export: &ExportFacts, front_end: &FrontEndDetails) -> Option<Finding> {
     let session = &front_end.session;
     let has_region = session.protocol_features.iter().any(|name| name == "inflight-shmfd");
-    if has_region || export.details.status.spec.settings.in_order {
+    if has_region || front_end.kept || export.details.status.spec.settings.in_order {
         return None;
     }
     Some(Finding::new(
@@ -103,7 +107,7 @@ fn no_inflight_region(export: &ExportFacts, front_end: &FrontEndDetails) -> Opti
 }
 
 /// A VMM that does not connect again after a restart of the daemon.
-fn no_reconnect(export: &ExportFacts) -> Option<Finding> {
+fn no_reconnect(export: &ExportFacts, front_end: &FrontEndDetails) -> Option<Finding> {
     let words = &export.command_line;
     let EndpointSpec::Path(socket) = &export.details.status.spec.endpoint else { return None };
     let never = "restart the daemon by `ringhaul ctl upgrade` only, which keeps the connection";
@@ -122,7 +126,9 @@ fn no_reconnect(export: &ExportFacts) -> Option<Finding> {
     } else {
         return None;
     };
-    let figure = format!("{figure}, so the guest loses its disk when the daemon restarts");
+    // A kill is only a pause for a connection that the service manager keeps.
+    let event = if front_end.kept { "is stopped" } else { "restarts" };
+    let figure = format!("{figure}, so the guest loses its disk when the daemon {event}");
     Some(Finding::new(Level::Warning, "no-reconnect", figure, remedy))
 }
 

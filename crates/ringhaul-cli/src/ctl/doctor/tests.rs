@@ -214,7 +214,18 @@ fn front_ends_that_do_not_connect_again_are_found() {
             |facts| facts.exports[0].command_line = vec!["/usr/bin/firecracker".into()],
             Warning,
             "no-reconnect",
-            &["firecracker never"],
+            &["firecracker never", "when the daemon restarts"],
+        ),
+        (
+            |facts| {
+                facts.exports[0].command_line = vec!["/usr/bin/firecracker".into()];
+                front_end(facts).session.protocol_features = vec!["config".into()];
+                // systemd has the connection and a region.
+                front_end(facts).kept = true;
+            },
+            Warning,
+            "no-reconnect",
+            &["when the daemon is stopped"],
         ),
         (
             |facts| facts.exports[0].command_line = vec!["/usr/bin/alioth".into()],
@@ -319,6 +330,9 @@ fn disks_have_findings() {
             &["file /vm1.img", "not answered", "for 70 s (1 of 2)"],
         ),
         (|facts| disk(facts).state = DiskState::Held, Harmful, "disk-state", &["no space"]),
+        (|facts| disk(facts).state = DiskState::Retried, Harmful, "disk-state", &["which wait"]),
+        (|facts| disk(facts).state = DiskState::Away, Harmful, "disk-state", &["be reached"]),
+        (|facts| disk(facts).state = DiskState::Lost, Harmful, "disk-state", &["lost written"]),
         (
             |facts| disk(facts).warning = Some("the header of a qcow2 image".into()),
             Warning,

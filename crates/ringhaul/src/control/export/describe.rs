@@ -25,6 +25,7 @@ impl Export {
         let front_end = self.session.as_ref().map(|session| FrontEndDetails {
             connected_seconds: now.saturating_duration_since(self.connected).as_secs(),
             peer: Peer::from_socket(session).ok(),
+            kept: self.kept.is_kept(),
             session: session.describe(),
         });
         let disks = self.spec.device.places().into_iter().zip(&self.disks).enumerate();
