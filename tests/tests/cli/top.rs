@@ -86,19 +86,49 @@ fn a_request_is_in_the_figures_of_one_interval() -> Result<()> {
 fn an_export_that_does_not_exist_is_named() -> Result<()> {
     let folders = test_folders()?;
     let _daemon = start(&folders)?;
-    let refused = run(top(&folders)?.args(["other", "--once", "--interval", "0.1"]))?;
-    refused.expect_refusal(&["there is no export other", "ctl list"])
+    for form in [&[][..], &["--json"]] {
+        let words = [&["other", "--once", "--interval", "0.1"], form].concat();
+        let refused = run(top(&folders)?.args(words))?;
+        refused.expect_refusal(&["there is no export other", "ctl list"])?;
+    }
+    Ok(())
 }
 
-/// On a terminal, a key ends it and the terminal is as before.
+#[test]
+fn one_export_is_shown_alone() -> Result<()> {
+    let folders = test_folders()?;
+    let _daemon = start(&folders)?;
+    let mut add = ringhaul()?;
+    add.args(["ctl", "--control"]).arg(folders.socket("control"));
+    add.args(["add", "--name", "other", "--disk", "null:1M", "--socket-path"]);
+    run(add.arg(folders.socket("other.sock")))?.expect_code(0)?;
+    for (export, expected) in [(None, &["vm", "other"][..]), (Some("other"), &["other"])] {
+        let mut json = top(&folders)?;
+        json.args(["--once", "--json", "--interval", "0.1"]).args(export);
+        let page: Value = serde_json::from_str(&run(&mut json)?.expect_code(0)?.stdout)?;
+        let exports = page["exports"].as_array().context("no exports")?.iter();
+        let names: Vec<_> = exports.filter_map(|export| export["name"].as_str()).collect();
+        ensure!(names == expected, "{export:?}: {names:?}");
+    }
+    Ok(())
+}
+
+/// On a terminal, `q` and Ctrl-C end it, and the terminal is as before.
 #[test]
 fn a_key_ends_it_and_the_terminal_is_restored() -> Result<()> {
     let folders = test_folders()?;
     let _daemon = start(&folders)?;
+    press(&folders, b"nq", &["ended 0"]).context("q")?;
+    // While it asks the daemon, Ctrl-C is a signal.
+    press(&folders, b"\x03", &["ended 0", "ended 130"]).context("Ctrl-C")
+}
+
+/// Presses keys when the first page is there. `ends` has the lines with possible statuses.
+fn press(folders: &TestFolders, keys: &[u8], ends: &[&str]) -> Result<()> {
     let control = folders.socket("control");
     let ringhaul = ringhaul_binary()?;
     let inside = format!(
-        "stty -g; {} ctl --control {} top --interval 0.1; echo ended $?; stty -g",
+        "trap : INT; stty -g; {} ctl --control {} top --interval 0.1; echo ended $?; stty -g",
         ringhaul.display(),
         control.display()
     );
@@ -108,17 +138,17 @@ fn a_key_ends_it_and_the_terminal_is_restored() -> Result<()> {
         .stdout(Stdio::piped())
         .spawn()
         .context("starting script, of the package bsdutils")?;
-    let mut keys = script.stdin.take().context("no stdin")?;
+    let mut keyboard = script.stdin.take().context("no stdin")?;
     let mut lines = BufReader::new(script.stdout.take().context("no stdout")?).lines();
     let before = lines.next().context("no settings of the terminal")??;
     let (mut has_page, mut after) = (false, None);
     while let Some(line) = lines.next().transpose()? {
-        if line.contains("q quit") && !has_page {
+        if line.contains("q quit; sort: i b p d n") && !has_page {
             has_page = true;
-            keys.write_all(b"nq")?;
+            keyboard.write_all(keys)?;
         }
         if line.contains("ended") {
-            ensure!(line.contains("ended 0"), "{line}");
+            ensure!(ends.iter().any(|end| line.ends_with(end)), "{line}");
             after = lines.next().transpose()?;
         }
     }

@@ -9,12 +9,14 @@ use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap_complete::ArgValueCandidates;
 use ringhaul::spec::command::ExportStatus;
 use ringhaul::spec::stats::DaemonStats;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+use rustix::termios::{
+    LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetwinsize, tcsetattr,
+};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
@@ -77,7 +79,7 @@ fn ask<T: DeserializeOwned>(daemon: &mut Connection, method: &str) -> Result<T> 
 pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Result<ExitCode> {
     let mut top = Top {
         sort: args.sort,
-        export: args.export.clone(),
+        has_details: args.export.is_some(),
         history: VecDeque::new(),
         keyboard: Keyboard::new(args.once || as_json),
     };
@@ -88,10 +90,17 @@ pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Res
         }
         let after = Reading::new(daemon)?;
         let time = after.time.saturating_duration_since(before.time);
-        let figures = Figures::new(&before.stats, &after.stats, &after.exports, time);
+        let mut figures = Figures::new(&before.stats, &after.stats, &after.exports, time);
+        if let Some(name) = &args.export {
+            figures.exports.retain(|export| export.name == *name);
+            ensure!(
+                !figures.exports.is_empty(),
+                "there is no export {name}; `ringhaul ctl list` has the names"
+            );
+        }
         match as_json {
             true => print(&format!("{}\n", serde_json::to_string(&figures)?))?,
-            false => top.show(&figures)?,
+            false => top.show(figures)?,
         }
         if args.once {
             return Ok(ExitCode::SUCCESS);
@@ -103,8 +112,9 @@ pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Res
 /// The state of the display.
 struct Top {
     sort: SortKey,
-    export: Option<String>,
-    /// The figures of `export`.
+    /// True for the page of one export.
+    has_details: bool,
+    /// The figures of that export.
     history: VecDeque<ExportFigures>,
     /// `None`: pages follow each other, as in a file.
     keyboard: Option<Keyboard>,
@@ -123,39 +133,33 @@ impl Top {
             std::thread::sleep(when.saturating_duration_since(Instant::now()));
             return Ok(Step::Continue);
         };
+        let _listening = keyboard.listen()?;
         while let Some(key) = keyboard.key(when)? {
-            match key {
-                b'q' => return Ok(Step::End),
-                b'i' => self.sort = SortKey::Iops,
-                b'b' => self.sort = SortKey::Bandwidth,
-                b'p' => self.sort = SortKey::P99,
-                b'd' => self.sort = SortKey::Depth,
-                b'n' => self.sort = SortKey::Name,
-                _ => {}
+            if matches!(key, b'q' | CTRL_C) {
+                return Ok(Step::End);
             }
+            self.sort = SortKey::of_keyboard(key).unwrap_or(self.sort);
         }
         Ok(Step::Continue)
     }
 
-    fn show(&mut self, figures: &Figures) -> Result<()> {
+    fn show(&mut self, figures: Figures) -> Result<()> {
         let terminal = terminal();
-        let page = match &self.export {
-            None => overview(figures, self.sort, terminal),
-            Some(name) => {
-                let export = figures.exports.iter().find(|export| export.name == *name);
-                let export = export.with_context(|| {
-                    format!("there is no export {name}; `ringhaul ctl list` has the names")
-                })?;
-                self.history.push_back(export.clone());
-                if self.history.len() > HISTORY_MAX {
-                    self.history.pop_front();
-                }
-                details(&self.history, terminal)
-            }
+        let page = if self.has_details {
+            self.history.extend(figures.exports);
+            let old = self.history.len().saturating_sub(HISTORY_MAX);
+            self.history.drain(..old);
+            details(&self.history, terminal)
+        } else {
+            overview(&figures, self.sort, terminal)
+        };
+        let keys = match self.has_details {
+            true => "q quit".to_owned(),
+            false => format!("q quit; sort: {}", SortKey::keyboard()),
         };
         match &self.keyboard {
             // From the top of the screen, and nothing of the last page below.
-            Some(_) => print(&format!("\x1b[H\x1b[2J{page}\nq quit; sort: i b p d n\n")),
+            Some(_) => print(&format!("\x1b[H\x1b[2J{page}\n{keys}\n")),
             None => print(&page),
         }
     }
@@ -168,14 +172,25 @@ fn terminal() -> Terminal {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     Terminal {
         columns: size.map_or(120, |size| usize::from(size.ws_col)),
-        // A line for the keys.
-        rows: size.map_or(usize::MAX, |size| usize::from(size.ws_row) - 2),
+        // An empty line, the line of the keys, and the line of the cursor.
+        rows: size.map_or(usize::MAX, |size| usize::from(size.ws_row) - 3),
         has_colours: output.is_terminal() && !refused,
     }
 }
 
-/// The keyboard of a terminal, which reports keys at once. Dropping it restores the terminal.
-struct Keyboard(Termios);
+/// The byte of Ctrl-C on a terminal that makes no signal of it.
+const CTRL_C: u8 = 3;
+
+/// The key of a function of the terminal that no key has (`_POSIX_VDISABLE` of Linux).
+const NO_KEY: u8 = 0;
+
+/// The keyboard of a terminal.
+struct Keyboard {
+    /// The settings at the start.
+    before: Termios,
+    /// The settings while keys are reported at once.
+    listening: Termios,
+}
 
 impl Keyboard {
     /// `None` if the program has no terminal, or `is_plain`.
@@ -185,11 +200,19 @@ impl Keyboard {
             return None;
         }
         let before = tcgetattr(&input).ok()?;
-        let mut now = before.clone();
-        // Ctrl-C still ends the program.
-        now.local_modes -= LocalModes::ICANON | LocalModes::ECHO;
-        tcsetattr(&input, OptionalActions::Now, &now).ok()?;
-        Some(Self(before))
+        let mut listening = before.clone();
+        listening.local_modes -= LocalModes::ICANON | LocalModes::ECHO;
+        // A signal would end the program with these settings.
+        listening.special_codes[SpecialCodeIndex::VINTR] = NO_KEY;
+        Some(Self { before, listening })
+    }
+
+    /// Reports keys at once until the returned value is dropped. While the program waits for the
+    /// daemon, Ctrl-C ends it as usual.
+    fn listen(&self) -> Result<Listening<'_>> {
+        let set = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.listening);
+        set.context("cannot set up the terminal")?;
+        Ok(Listening(self))
     }
 
     /// The next key before `when`.
@@ -214,8 +237,11 @@ impl Keyboard {
     }
 }
 
-impl Drop for Keyboard {
+/// The time for which keys are reported at once.
+struct Listening<'a>(&'a Keyboard);
+
+impl Drop for Listening<'_> {
     fn drop(&mut self) {
-        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0.before);
     }
 }

@@ -25,6 +25,27 @@ pub(crate) enum SortKey {
     Name,
 }
 
+impl SortKey {
+    /// The key on the keyboard for each order.
+    const KEYS: [(u8, Self); 5] = [
+        (b'i', Self::Iops),
+        (b'b', Self::Bandwidth),
+        (b'p', Self::P99),
+        (b'd', Self::Depth),
+        (b'n', Self::Name),
+    ];
+
+    /// The order that a key on the keyboard chooses.
+    pub(super) fn of_keyboard(key: u8) -> Option<Self> {
+        Self::KEYS.into_iter().find_map(|(own, order)| (own == key).then_some(order))
+    }
+
+    /// The keys on the keyboard, for a line of help.
+    pub(super) fn keyboard() -> String {
+        Self::KEYS.map(|(key, _)| char::from(key).to_string()).join(" ")
+    }
+}
+
 /// The size and the abilities of the terminal.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Terminal {
@@ -87,12 +108,15 @@ pub(super) fn overview(figures: &Figures, key: SortKey, terminal: Terminal) -> S
     let total = rates.fold(0.0, |total: f64, rate| total + rate);
     let mut text = format!("exports: {}, {} requests/s", exports.len(), count_text(total));
     for thread in &figures.iothreads {
-        let _ = write!(text, "\n{}: CPU {}", thread.name, percent(thread.cpu));
         let more =
             [(thread.poll_useless, "useless polling"), (thread.run_delay, "waiting for a CPU")];
-        for (share, what) in more.into_iter().filter(|(share, _)| *share >= 0.01) {
-            let _ = write!(text, ", {what} {}", percent(share));
-        }
+        let more = more.into_iter().filter(|(share, _)| *share >= 0.01);
+        let cpu = format!("{}: CPU {}", thread.name, percent(thread.cpu));
+        let parts: Vec<String> = [cpu]
+            .into_iter()
+            .chain(more.map(|(share, what)| format!("{what} {}", percent(share))))
+            .collect();
+        let _ = write!(text, "\n{}", joined(&parts, terminal.columns));
     }
     let head = columns.iter().map(|(head, width, _)| format!(" {head:>width$}"));
     let _ = write!(text, "\n\n{:<name$}{}\n", "EXPORT", head.collect::<String>());
@@ -115,36 +139,56 @@ pub(super) fn overview(figures: &Figures, key: SortKey, terminal: Terminal) -> S
 /// The page of one export, with its last figures at the end of `history`.
 pub(super) fn details(history: &VecDeque<ExportFigures>, terminal: Terminal) -> String {
     let Some(now) = history.back() else { return "no figures yet\n".to_owned() };
-    let mut text = format!("{}: {}\n\n", printable(&now.name), now.state);
+    let left = terminal.columns.saturating_sub(now.state.chars().count() + 2);
+    let mut text = format!("{}: {}\n\n", cut(&now.name, left), now.state);
     let lines: [Line; 4] = [
-        ("requests/s", count_text(now.requests_per_second), |it| it.requests_per_second),
-        ("MiB/s", format!("{:.1}", now.bytes_per_second / f64::from(1 << 20)), |it| {
+        ("IOPS", count_text(now.requests_per_second), |it| it.requests_per_second),
+        ("MiB/S", format!("{:.1}", now.bytes_per_second / f64::from(1 << 20)), |it| {
             it.bytes_per_second
         }),
-        ("99th percentile", latency_text(now.p99_us), |it| it.p99_us.unwrap_or(0.0)),
-        ("longest", latency_text(now.max_us), |it| it.max_us.unwrap_or(0.0)),
+        ("P99", latency_text(now.p99_us), |it| it.p99_us.unwrap_or(0.0)),
+        ("MAX", latency_text(now.max_us), |it| it.max_us.unwrap_or(0.0)),
     ];
     for (head, value, of) in lines {
         let values: Vec<f64> = history.iter().map(of).collect();
-        let room = terminal.columns.saturating_sub(28);
+        let room = terminal.columns.saturating_sub(17);
         let shown = &values[values.len().saturating_sub(room)..];
-        let _ = writeln!(text, "{head:<16}{value:>9}  {}", sparkline(shown));
+        let _ = writeln!(text, "{head:<6}{value:>9}  {}", sparkline(shown));
     }
-    let _ = writeln!(
-        text,
-        "{:<16}{:>9}  reads {}/s, writes {}/s, errors {}/s, {:.1} wait for limits",
-        "in flight",
-        format!("{} ≤ {}", now.depth, now.depth_peak),
-        count_text(now.reads_per_second),
-        count_text(now.writes_per_second),
-        count_text(now.errors_per_second),
-        now.throttled
-    );
-    let _ = write!(text, "\n{}", histogram(&now.buckets, terminal));
+    let depth = format!("{} ≤ {}", now.depth, now.depth_peak);
+    let _ = writeln!(text, "{:<6}{depth:>9}\n", "DEPTH");
+    let parts = [
+        format!("reads {}/s", count_text(now.reads_per_second)),
+        format!("writes {}/s", count_text(now.writes_per_second)),
+        format!("errors {}/s", count_text(now.errors_per_second)),
+        format!("{:.1} wait for limits", now.throttled),
+    ];
+    let _ = writeln!(text, "{}\n", joined(&parts, terminal.columns));
+    let left = terminal.rows.saturating_sub(text.lines().count());
+    text + &histogram(&now.buckets, Terminal { rows: left, ..terminal })
+}
+
+/// Parts of a line, with a new line where the next part would not fit.
+fn joined(parts: &[String], columns: usize) -> String {
+    let (mut text, mut used) = (String::new(), 0);
+    for part in parts {
+        let width = part.chars().count();
+        // A comma may follow.
+        let fits = used + 2 + width < columns;
+        let (before, begin) = match used {
+            0 => ("", 0),
+            _ if fits => (", ", used + 2),
+            _ => (",\n  ", 2),
+        };
+        text += before;
+        text += part;
+        used = begin + width;
+    }
     text
 }
 
-/// A bar for each bucket from the first to the last one with a request.
+/// A bar for each bucket from the first to the last one with a request. On a terminal with few
+/// rows, the first bar has the requests of all shorter latencies.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
@@ -158,7 +202,10 @@ fn histogram(buckets: &[u64], terminal: Terminal) -> String {
     let (Some(first), Some(last)) = (first, last) else {
         return "no request in this interval\n".to_owned();
     };
-    let most = buckets.iter().copied().max().unwrap_or(1).max(1);
+    let first = first.max((last + 1).saturating_sub(terminal.rows.max(1)));
+    let mut buckets = buckets.to_vec();
+    buckets[first] = buckets[..=first].iter().sum();
+    let most = buckets[first..].iter().copied().max().unwrap_or(1).max(1);
     let room = terminal.columns.saturating_sub(24).max(1);
     let mut text = String::new();
     for (index, count) in buckets.iter().enumerate().take(last + 1).skip(first) {
@@ -230,6 +277,7 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ctl::top::figures::ThreadFigures;
 
     fn export(name: &str, iops: f64, p99_us: f64) -> ExportFigures {
         let mut buckets = vec![0; LATENCY_BOUNDS + 1];
@@ -255,16 +303,13 @@ mod tests {
 
     fn figures() -> Figures {
         let late = ExportFigures { state: "late".to_owned(), ..export("b", 20.0, 70.0) };
-        Figures { seconds: 1.0, exports: vec![export("a", 10.0, 80.0), late], iothreads: vec![] }
+        let name = "iothread-0".to_owned();
+        let thread = ThreadFigures { name, cpu: 0.79, poll_useless: 0.125, run_delay: 0.004 };
+        let exports = vec![export("a", 10.0, 80.0), late];
+        Figures { seconds: 1.0, exports, iothreads: vec![thread] }
     }
 
     const WIDE: Terminal = Terminal { columns: 120, rows: 40, has_colours: true };
-
-    fn order(key: SortKey) -> String {
-        let mut exports = figures().exports;
-        sort(&mut exports, key);
-        exports.iter().map(|export| &*export.name).collect()
-    }
 
     #[test]
     fn counts_fit_in_their_columns() {
@@ -283,10 +328,33 @@ mod tests {
         }
     }
 
+    /// Each key of the keyboard gives another order.
     #[test]
     fn exports_have_the_order_of_the_key() {
-        let orders = [SortKey::Iops, SortKey::Bandwidth, SortKey::P99, SortKey::Name].map(order);
-        assert_eq!(orders, ["ba", "ba", "ab", "ab"]);
+        let of = |name: &str, [iops, bandwidth, p99, depth]: [u32; 4]| ExportFigures {
+            bytes_per_second: bandwidth.into(),
+            depth: depth.into(),
+            ..export(name, iops.into(), p99.into())
+        };
+        let all = [of("a", [1, 3, 2, 1]), of("b", [2, 2, 3, 3]), of("c", [3, 1, 1, 2])];
+        for (key, expected) in [(b'i', "cba"), (b'b', "abc"), (b'p', "bac"), (b'd', "bca")] {
+            let mut exports = all.clone();
+            sort(&mut exports, SortKey::of_keyboard(key).unwrap());
+            let order: String = exports.iter().map(|export| &*export.name).collect();
+            assert_eq!(order, expected, "{key}");
+        }
+        let mut exports = all;
+        exports.reverse();
+        sort(&mut exports, SortKey::of_keyboard(b'n').unwrap());
+        assert_eq!(exports.map(|export| export.name), ["a", "b", "c"]);
+        assert_eq!(SortKey::of_keyboard(b'x'), None);
+        assert_eq!(SortKey::keyboard(), "i b p d n");
+    }
+
+    #[test]
+    fn an_io_thread_has_its_share_of_cpu_time_and_what_is_not_small() {
+        let page = overview(&figures(), SortKey::Name, WIDE);
+        assert!(page.contains("\niothread-0: CPU 79%, useless polling 12%\n"), "{page}");
     }
 
     #[test]
@@ -312,17 +380,50 @@ mod tests {
     #[test]
     fn a_line_is_never_wider_than_the_terminal() {
         let long = export(&"x".repeat(70), 123_456.0, 9_999_999.0);
-        let figures = Figures { exports: vec![long.clone()], ..figures() };
-        for columns in [40, 60, 80, 120, 200] {
+        let mut figures = Figures { exports: vec![long.clone()], ..figures() };
+        figures.iothreads[0].run_delay = 0.5;
+        let history = (0..HISTORY_MAX).map(|_| long.clone()).collect();
+        for columns in [30, 40, 60, 80, 120, 200] {
             let terminal = Terminal { columns, rows: 24, has_colours: false };
-            let history = (0..HISTORY_MAX).map(|_| long.clone()).collect();
-            let pages =
-                [overview(&figures, SortKey::Iops, terminal), histogram(&long.buckets, terminal)];
+            let pages = [overview(&figures, SortKey::Iops, terminal), details(&history, terminal)];
             for line in pages.iter().flat_map(|page| page.lines()) {
                 assert!(line.chars().count() <= columns, "{columns}: {line}");
             }
-            assert!(details(&history, terminal).contains('█'));
+            assert!(pages[0].contains("waiting for a CPU 50%"), "{}", pages[0]);
+            assert!(pages[1].contains("0.0 wait for limits"), "{}", pages[1]);
         }
+    }
+
+    /// A usual terminal has room for all of it.
+    #[test]
+    fn the_page_of_an_export_has_a_minute_and_a_histogram() {
+        let history: VecDeque<_> =
+            (0..60).map(|second| export("a", f64::from(second), 80.0)).collect();
+        let terminal = Terminal { columns: 80, rows: 21, has_colours: false };
+        let page = details(&history, terminal);
+        for head in ["IOPS", "MiB/S", "P99", "MAX"] {
+            let line = page.lines().find(|line| line.starts_with(head)).unwrap();
+            let levels = line.chars().filter(|letter| ('▁'..='█').contains(letter)).count();
+            assert_eq!(levels, HISTORY_MAX, "{line}");
+        }
+        let iops = page.lines().find(|line| line.starts_with("IOPS")).unwrap();
+        assert!(iops.contains(" 59  ▁") && iops.ends_with('█'), "{iops}");
+        assert!(page.contains("< 16.4 µs        30"), "{page}");
+    }
+
+    /// The first bar has the rest.
+    #[test]
+    fn a_histogram_ends_above_the_last_row() {
+        let mut wide = export("a", 1.0, 1.0);
+        wide.buckets = vec![1; LATENCY_BOUNDS + 1];
+        let terminal = Terminal { rows: 21, ..WIDE };
+        let page = details(&[wide].into_iter().collect(), terminal);
+        assert_eq!(page.lines().count(), 21, "{page}");
+        let count = |line: &str| match line.split_whitespace().collect::<Vec<_>>()[..] {
+            ["<", _, _, count, ..] | ["more", count, ..] => count.parse::<usize>().ok(),
+            _ => None,
+        };
+        assert_eq!(page.lines().filter_map(count).sum::<usize>(), LATENCY_BOUNDS + 1, "{page}");
     }
 
     #[test]
@@ -343,9 +444,9 @@ mod tests {
     #[test]
     fn exports_beyond_the_last_row_are_counted() {
         let exports = (0..9).map(|number| export(&number.to_string(), 1.0, 1.0)).collect();
-        let terminal = Terminal { rows: 8, ..WIDE };
+        let terminal = Terminal { rows: 9, ..WIDE };
         let page = overview(&Figures { exports, ..figures() }, SortKey::Name, terminal);
-        assert!(page.ends_with("5 more\n") && page.lines().count() == 8, "{page}");
+        assert!(page.ends_with("5 more\n") && page.lines().count() == 9, "{page}");
     }
 
     #[test]
