@@ -300,13 +300,13 @@ pub struct ServeArgs {
     /// Options of the sandbox.
     #[command(flatten)]
     pub confinement: SandboxOptions,
+    /// Options for measurement.
+    #[command(flatten)]
+    pub switches: Switches,
     /// Log requests that take at least this time, such as 500ms or 2s: the operation, the sector,
     /// and the phase that took most of the time. A few lines a minute are logged.
     #[arg(help_heading = "Log", long, value_name = "DURATION", value_parser = parse_duration)]
     pub slow_request: Option<Duration>,
-    /// Options for measurement.
-    #[command(flatten)]
-    pub switches: Switches,
 }
 
 /// Values of `--device`.
