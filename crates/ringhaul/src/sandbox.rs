@@ -150,22 +150,32 @@ mod tests {
 
     use super::*;
 
-    /// Runs in a process of its own, which the sandbox confines.
+    /// Runs in a process of its own for each mode, which the sandbox confines.
     #[test]
     fn parts_that_the_kernel_lacks_are_told() {
         const CHILD: &str = "RINGHAUL_TEST_CONFINED";
-        if std::env::var_os(CHILD).is_none() {
-            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-            let name = "sandbox::tests::parts_that_the_kernel_lacks_are_told";
-            child.args(["--exact", name, "--test-threads", "1"]).env(CHILD, "1");
-            let output = child.output().unwrap();
-            let shown = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && shown.contains("1 passed"), "{shown}");
+        let Ok(mode) = std::env::var(CHILD) else {
+            for mode in ["on", "strict"] {
+                let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+                let name = "sandbox::tests::parts_that_the_kernel_lacks_are_told";
+                child.args(["--exact", name, "--test-threads", "1"]).env(CHILD, mode);
+                let output = child.output().unwrap();
+                let shown = String::from_utf8_lossy(&output.stdout);
+                assert!(output.status.success() && shown.contains("1 passed"), "{mode}: {shown}");
+            }
             return;
-        }
+        };
         assert!(missing().is_empty() && mode() == SandboxMode::Off);
         let absent = SeccompAction::Errno(fits(libc::ENOSYS, "an errno"));
         calls::apply([(libc::SYS_landlock_create_ruleset, Vec::new())].into(), absent).unwrap();
+        if mode == "strict" {
+            let refused = confine(SandboxMode::Strict, Rules::default(), None).unwrap_err();
+            let refused = format!("{refused:#}");
+            for words in ["as --sandbox strict demands", "has no Landlock", "--sandbox on"] {
+                assert!(refused.contains(words), "no {words:?}: {refused}");
+            }
+            return;
+        }
         confine(SandboxMode::On, Rules::default(), None).unwrap();
         let told = missing();
         assert!(told.iter().any(|part| part.contains("has no Landlock")), "{told:?}");

@@ -204,11 +204,23 @@ fn each_change_over_the_control_socket_has_its_author() -> Result<()> {
     let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", 16 << 20)?)?;
     command.args(["--log-format", "json", "--name", "vm", "--control"]);
     let daemon = Running::serve(command.arg(folders.socket("control")))?;
+    let (socket, scsi) = (folders.socket("new.sock"), folders.socket("scsi.sock"));
+    let new = format!("name=new,socket-path={},null=1M", socket.display());
+    let scsi = format!("name=scsi,socket-path={},device=scsi,lun=0,null=1M", scsi.display());
     for words in [
         &["list"][..],
+        &["show", "vm"],
         &["stats"],
+        &["metrics"],
+        &["call", "process"],
         &["set"],
         &["set-disk", "vm"],
+        &["add", "--export", &new],
+        &["add", "--export", &scsi],
+        &["add-lun", "scsi", "1,null=1M"],
+        &["remove-lun", "scsi", "1"],
+        &["resize", "new", "2M"],
+        &["resume", "new"],
         &["set-disk", "vm", "iops-total=900"],
         &["set", "poll-max-us=5"],
         &["remove", "vm", "--force"],
@@ -227,8 +239,19 @@ fn each_change_over_the_control_socket_has_its_author() -> Result<()> {
     let changes: Vec<(String, Option<String>, Result<u32, _>)> = changes.collect();
     ensure!(changes.iter().all(|(_, _, process)| process.is_ok()), "{changes:?}");
     let found: Vec<_> = changes.iter().map(|(method, of, _)| (&**method, of.as_deref())).collect();
-    let vm = Some("vm");
-    let expected = [("disk.set", vm), ("set", None), ("export.remove", vm), ("shutdown", None)];
+    let (vm, new, scsi) = (Some("vm"), Some("new"), Some("scsi"));
+    let expected = [
+        ("export.add", new),
+        ("export.add", scsi),
+        ("lun.add", scsi),
+        ("lun.remove", scsi),
+        ("disk.resize", new),
+        ("disk.resume", new),
+        ("disk.set", vm),
+        ("set", None),
+        ("export.remove", vm),
+        ("shutdown", None),
+    ];
     ensure!(found == expected, "{found:?}");
     Ok(())
 }

@@ -219,6 +219,38 @@ fn members_name_files_and_sockets_in_allowed_folders_alone() -> Result<()> {
     daemon.finish()?.expect_code(0).map(drop)
 }
 
+/// The folder of the control socket is allowed without an option.
+#[test]
+fn members_place_sockets_in_allowed_folders_and_below_them() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root can become another user");
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let more = folders.path("sockets");
+    fs::create_dir_all(more.join("below"))?;
+    let option = more.to_str().context("an odd path")?;
+    let daemon = serve_members(&folders, &["--allow-socket-dir", option])?;
+    let control = folders.socket("control");
+    for (socket, is_allowed) in [
+        (folders.socket("a.sock"), true),
+        (more.join("b.sock"), true),
+        (more.join("below/c.sock"), true),
+        (more.join("../d.sock"), false),
+        (folders.path("e.sock"), false),
+    ] {
+        let export = json!({ "endpoint": { "path": socket }, "device": { "blk": "null:1M" } });
+        let answer = call_as_member(&control, "export.add", &export)?;
+        let is_right = match is_allowed {
+            true => answer["error"].is_null() && socket.exists(),
+            false => answer["error"]["code"] == REFUSED && !socket.exists(),
+        };
+        ensure!(is_right, "{}: {answer}", socket.display());
+    }
+    Client::new(&control)?.call("shutdown", &json!({}))?;
+    daemon.finish()?.expect_code(0).map(drop)
+}
+
 #[test]
 fn a_folder_that_is_allowed_exists() -> Result<()> {
     let folders = test_folders()?;

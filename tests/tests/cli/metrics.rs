@@ -4,6 +4,7 @@ use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
@@ -194,10 +195,12 @@ fn an_address_in_use_is_refused() -> Result<()> {
 fn counters_survive_a_takeover_and_not_a_restart() -> Result<()> {
     const START: &str = "ringhaul_start_time_seconds";
     let folders = test_folders()?;
+    let begun = now()?;
     let old = Running::serve(&mut begin(&folders)?)?;
     load(&folders)?;
     let before = metrics(&folders)?;
     let start = value(&before, START)?;
+    ensure!((begun..=now()?).contains(&start), "it began at {begun}, and says {start}");
     let mut new = Running::start(&mut taking_over(&folders)?)?;
     new.wait_for(TAKEN)?;
     old.finish()?.expect_code(0)?;
@@ -213,11 +216,20 @@ fn counters_survive_a_takeover_and_not_a_restart() -> Result<()> {
     ensure!(value(&text, START)? == start, "the start time has changed");
     new.signal(Signal::TERM)?;
     new.finish()?.expect_code(0)?;
+    let begun = now()?;
     let mut again = Running::serve(&mut begin(&folders)?)?;
-    ensure!(value(&metrics(&folders)?, READS)? == 0, "a new daemon has old counters");
+    let text = metrics(&folders)?;
+    ensure!(value(&text, READS)? == 0, "a new daemon has old counters");
+    let start = value(&text, START)?;
+    ensure!((begun..=now()?).contains(&start), "it began at {begun}, and says {start}");
     again.signal(Signal::TERM)?;
     again.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// The seconds since 1970.
+fn now() -> Result<u64> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs())
 }
 
 /// All samples of counters and histograms, with their values.
