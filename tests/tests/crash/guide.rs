@@ -6,9 +6,10 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::container::Container;
+use ringhaul_kit::daemon::LIMIT;
 use ringhaul_kit::page::{Page, code_spans, replaced};
 use ringhaul_kit::system::can_change_system;
-use ringhaul_tools::process::output;
+use ringhaul_tools::process::{output, retry};
 use tempfile::TempDir;
 
 use super::package::{has_tools, make};
@@ -70,6 +71,7 @@ fn commands_of_the_guide_work_after_the_installation() -> Result<()> {
     ensure!(now != process, "the upgrade has kept the process {process}");
     host.run(&Page::read("guide/troubleshooting.md")?.block("sh", "ringhaul disk info")?)?;
     findings(&host)?;
+    a_broken_disk(&host)?;
     documents(&host)?;
     many_disks(&host)?;
     host.run("systemctl stop ringhaul ringhaul@vm1 ringhaul@vm3")?;
@@ -119,6 +121,34 @@ fn findings(host: &Host) -> Result<()> {
     ensure!(matches!(seen.status.code(), Some(0 | 1)), "{seen:?}");
     ensure!(!seen.stdout.contains("harmful"), "{}", seen.stdout);
     host.run("test -s /srv/report.json").map(drop)
+}
+
+/// A disk is cut while it is served. The commands and the cure of the page about troubles.
+fn a_broken_disk(host: &Host) -> Result<()> {
+    let page = Page::read("guide/troubleshooting.md")?;
+    let (looks, rows) =
+        (page.block("sh", "ringhaul disk info")?, page.table("| log line | cause | cure |")?);
+    ensure!(rows.iter().any(|row| row[0].contains("has shrunk to")), "{rows:?}");
+    let read = |offset: &str| {
+        host.container.run(&format!(
+            "ringhaul bench --socket-path /run/ringhaul-vm1/disk.sock --rw read --number_ios 9 \
+                --size 1m --offset {offset}"
+        ))
+    };
+    read("6g")?.expect_code(0)?;
+    host.run("truncate -s 5G /srv/disks/vm1.img")?;
+    retry(LIMIT, || {
+        // Status 1 of `doctor` is a finding.
+        let seen = host.container.run(&looks)?.stdout;
+        ensure!(seen.contains("has shrunk to"), "{seen}");
+        Ok(())
+    })?;
+    read("6g")?.expect_code(1)?;
+    read("4g")?.expect_code(0)?;
+    let seen = host.container.run(&looks)?.stdout;
+    ensure!(seen.contains("failed-requests") && seen.contains("a request failed"), "{seen}");
+    host.run("truncate -s 10G /srv/disks/vm1.img")?;
+    read("6g")?.expect_code(0).map(drop)
 }
 
 /// The pages that messages name, and the files that pages name, are installed.

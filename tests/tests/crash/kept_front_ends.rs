@@ -150,31 +150,58 @@ fn wait_for_next(host: &Host, process: &str) -> Result<()> {
 /// QEMU brings a region of its own, and here it never connects again.
 #[test]
 fn a_connected_qemu_with_packed_rings_survives_kills() -> Result<()> {
-    let Some(host) = Host::install()? else { return Ok(()) };
-    if let Some(reason) = lacks_kvm() {
-        print_skipped(&reason);
-        return Ok(());
-    }
-    host.run(NO_LIMIT)?;
+    let Some(host) = host_of_guests()? else { return Ok(()) };
     for options in ["--engine io_uring", "--engine aio --iothreads 2"] {
-        start(&host, KVM_DISK_BYTES, options, None)?;
-        let mut guest = KvmGuest::start(&Vmm::QemuOnce, &host.socket())?;
-        guest.wait_rounds(1)?;
-        for round in 0..KILLS / 2 {
-            if round == 1 {
-                upgrade(&host)?;
-            }
-            kill(&host)?;
-            let going_on = guest.wait_rounds(1 + u64::from(round % 2));
-            going_on.with_context(|| format!("round {round}\n{}", log(&host)))?;
-        }
-        let console = guest.console();
+        let console = survive_under(&host, &Vmm::QemuOnce, options)?;
         let resets = console.lines().filter(|line| line.ends_with(" packed")).count();
         ensure!(resets >= 2, "{resets} resets:\n{console}");
-        drop(guest);
-        host.run("systemctl stop ringhaul@vm1")?;
     }
     Ok(())
+}
+
+/// Alioth and Firecracker have no region and never connect again.
+#[test]
+fn guests_of_other_vmms_survive_kills() -> Result<()> {
+    let Some(host) = host_of_guests()? else { return Ok(()) };
+    let mut vmms = Vmm::all_in_path();
+    match Vmm::alioth() {
+        Ok(vmm) => vmms.push(vmm),
+        Err(error) => print_skipped(&format!("Alioth, which cannot be installed: {error:#}")),
+    }
+    for vmm in vmms.iter().filter(|vmm| !vmm.connects_again()) {
+        survive_under(&host, vmm, "--engine io_uring").with_context(|| format!("{vmm:?}"))?;
+    }
+    Ok(())
+}
+
+/// `None`: this machine has no containers, or no KVM.
+fn host_of_guests() -> Result<Option<Host>> {
+    if let Some(reason) = lacks_kvm() {
+        print_skipped(&reason);
+        return Ok(None);
+    }
+    let host = Host::install()?;
+    host.iter().try_for_each(|host| host.run(NO_LIMIT).map(drop))?;
+    Ok(host)
+}
+
+/// Kills the daemon under a guest that verifies its data. Returns the console of the guest.
+fn survive_under(host: &Host, vmm: &Vmm, options: &str) -> Result<String> {
+    start(host, KVM_DISK_BYTES, options, None)?;
+    let mut guest = KvmGuest::start(vmm, &host.socket())?;
+    guest.wait_rounds(1)?;
+    for round in 0..KILLS / 2 {
+        if round == 1 {
+            upgrade(host)?;
+        }
+        kill(host)?;
+        let going_on = guest.wait_rounds(1 + u64::from(round % 2));
+        going_on.with_context(|| format!("round {round}\n{}", log(host)))?;
+    }
+    let console = guest.console();
+    drop(guest);
+    host.run("systemctl stop ringhaul@vm1")?;
+    Ok(console)
 }
 
 /// Bytes of the disk of the load in a Linux guest.
