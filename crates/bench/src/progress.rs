@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use ringhaul_options::redact::printable;
 
 use crate::args::Eta;
 use crate::quantities::{show_amount, show_count};
@@ -51,7 +52,7 @@ impl Progress {
 
     /// Prints messages, a line each, with any display.
     pub(crate) fn print(&self, messages: &[String]) {
-        for message in messages {
+        for message in messages.iter().map(|message| printable(message)) {
             match &self.display {
                 Display::Bar(bar) => bar.suspend(|| eprintln!("ringhaul: {message}")),
                 _ => eprintln!("ringhaul: {message}"),

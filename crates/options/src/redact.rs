@@ -41,11 +41,17 @@ pub fn redact(text: &str) -> Cow<'_, str> {
 /// Makes a text safe for a terminal: without secrets, and with control characters, for example in
 /// names, escaped.
 pub fn printable(text: &str) -> String {
+    escape_controls(&redact(text))
+}
+
+/// Escapes the control characters of a text that has no secret, such as the name of a file.
+#[must_use]
+pub fn escape_controls(text: &str) -> String {
     let escape = |character: char| match character.is_control() {
         true => character.escape_default().to_string(),
         false => character.to_string(),
     };
-    redact(text).chars().map(escape).collect()
+    text.chars().map(escape).collect()
 }
 
 /// A part of a text without a user and a password, which end with an `@`. In the name of an image

@@ -80,8 +80,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
             }
             Ok(()) => {}
             Err(refusal) => {
-                let message = printable(&refusal.message);
-                eprintln!("ringhaul: {message}{}", describe_partial_add(&names, number));
+                let partial = describe_partial_add(&names, number);
+                eprintln!("ringhaul: {}", printable(&(refusal.message + &partial)));
                 return Ok(ExitCode::from(match refusal.code {
                     UNFINISHED => EXIT_UNFINISHED,
                     _ => EXIT_REFUSED,

@@ -16,6 +16,7 @@ use disks::open::{CancelToken, with_hang_timeout};
 use disks::spec::redact_spec;
 use ringhaul::open::disk::OpenDisk;
 use ringhaul::spec::{CacheMode, ExportSettings};
+use ringhaul_options::redact::escape_controls;
 use serde::Serialize;
 
 /// The time-out for opening a disk. It exceeds the 30 s after which an unreachable cluster is
@@ -228,7 +229,7 @@ impl std::fmt::Display for Info {
         rows.push(("identity", self.identity.clone()));
         rows.extend(self.warning.iter().map(|warning| ("warning", warning.clone())));
         for (name, what) in rows.iter().filter(|(_, what)| !what.is_empty()) {
-            writeln!(f, "{name:<9} {what}")?;
+            writeln!(f, "{name:<9} {}", escape_controls(what))?;
         }
         Ok(())
     }

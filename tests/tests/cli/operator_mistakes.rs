@@ -133,6 +133,28 @@ fn errors_have_no_control_characters() -> Result<()> {
     Ok(())
 }
 
+/// The names of files may come from strangers.
+#[test]
+fn output_has_no_control_characters() -> Result<()> {
+    let folders = test_folders()?;
+    let disk = folders.disk("x\u{1b}[31m\nsize 1 TiB", DISK_BYTES)?;
+    let (path, config) = (disk.display().to_string(), folders.path("config.toml"));
+    let socket = folders.socket("\u{1b}[31m.sock").display().to_string();
+    let export = format!("[[export]]\nendpoint.path = {socket:?}\ndevice.blk.file = {path:?}\n");
+    std::fs::write(&config, export.replace("\\u{1b}", "\\u001b"))?;
+    let (config, pattern) = (config.display().to_string(), ["--rw", "read", "--number_ios", "1"]);
+    for (words, shown) in [
+        (&["disk", "info", &path][..], "x\\u{1b}[31m\\nsize 1 TiB\n"),
+        (&["check", &config], "x\\u{1b}[31m\\nsize 1 TiB\n"),
+        (&[&["bench", "--filename", &path][..], &pattern].concat(), "[31m\\nsize 1 TiB: disk"),
+        (&[&["disk", "bench", &path][..], &pattern].concat(), "[31m\\nsize 1 TiB: disk"),
+    ] {
+        let Finished { stdout, .. } = run(ringhaul()?.args(words))?.expect_code(0)?;
+        ensure!(stdout.contains(shown) && !stdout.contains('\u{1b}'), "{words:?}: {stdout:?}");
+    }
+    Ok(())
+}
+
 #[test]
 fn lines_for_the_journal_have_a_priority_and_no_time() -> Result<()> {
     let folders = test_folders()?;

@@ -5,6 +5,7 @@
 use std::fmt::Write;
 
 use blockio::stats::SIZE_PERCENTILES;
+use ringhaul_options::redact::escape_controls;
 
 use crate::engine_stats::EngineReport;
 use crate::quantities::{show_amount, show_bytes, show_count};
@@ -61,10 +62,11 @@ fn write_headline(out: &mut String, report: &Report) -> std::fmt::Result {
         report.runtime_s,
         if report.interrupted { " (interrupted)" } else { "" },
     )?;
+    let name = report.socket_path.as_ref().or(report.filename.as_ref());
     writeln!(
         out,
         "  {}: {} of {}, logical blocks of {} bytes, region of {} at {}",
-        report.socket_path.as_ref().or(report.filename.as_ref()).map_or("", String::as_str),
+        escape_controls(name.map_or("", String::as_str)),
         describe_disk(report),
         show_amount(report.disk_size_bytes as f64),
         report.logical_block_size_bytes,

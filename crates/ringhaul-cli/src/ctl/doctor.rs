@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use clap_complete::ArgValueCandidates;
 use ringhaul::process::FEATURES;
 use ringhaul::spec::process::LogLines;
-use ringhaul_options::redact::redact;
+use ringhaul_options::redact::{printable, redact};
 use serde_json::{Value, json};
 
 use super::connection::{Connection, export_names};
@@ -105,7 +105,8 @@ fn write_bundle(
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     file.and_then(|mut file| writeln!(file, "{bundle:#}"))
         .with_context(|| format!("cannot write {}; give the path of a new file", path.display()))?;
-    eprintln!("ringhaul: wrote {}; read it before you send it", path.display());
+    let path = printable(&path.display().to_string());
+    eprintln!("ringhaul: wrote {path}; read it before you send it");
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::io::Write as _;
 
 use anyhow::{Context, Result};
+use ringhaul_options::redact::escape_controls;
 use serde_json::Value;
 
 /// The form of the output.
@@ -35,6 +36,10 @@ pub(super) fn answer(method: &str, answer: &Value, form: Form) -> String {
         ("export.show", Form::Table) => export(answer),
         ("stats", Form::Table) => stats(answer),
         ("stats", Form::Lines) => served_lines(answer),
+        ("metrics", Form::Table) => {
+            let lines = answer["text"].as_str().unwrap_or_default().lines();
+            lines.map(|line| escape_controls(line) + "\n").collect()
+        }
         ("metrics", _) => answer["text"].as_str().unwrap_or_default().to_owned(),
         ("set", _) => settings(answer),
         _ => json(answer),
@@ -78,12 +83,8 @@ fn list(value: &Value) -> &[Value] {
 
 /// A string with its control characters escaped, for a terminal; other values as in JSON.
 fn text(value: &Value) -> String {
-    let escape = |character: char| match character.is_control() {
-        true => character.escape_default().to_string(),
-        false => character.to_string(),
-    };
     match value {
-        Value::String(text) => text.chars().map(escape).collect(),
+        Value::String(text) => escape_controls(text),
         Value::Null => "-".to_owned(),
         other => other.to_string(),
     }
@@ -406,6 +407,15 @@ UNIT  RERROR  WERROR  WAITED  LIMITS
                             "chain": ["null"], "engine": null, "engine-reason": null }]);
         let shown = disks(&null);
         assert!(shown.contains("\n-     1 MiB  ready  -      null     -\n"), "{shown}");
+    }
+
+    /// Files of metrics keep each byte.
+    #[test]
+    fn metrics_on_a_terminal_have_no_control_characters() {
+        let metrics = json!({ "text": "a{export=\"b\u{1b}\"} 1\nc 2\n" });
+        let escaped = "a{export=\"b\\u{1b}\"} 1\nc 2\n";
+        assert_eq!(answer("metrics", &metrics, Form::Table), escaped);
+        assert_eq!(answer("metrics", &metrics, Form::Lines), metrics["text"].as_str().unwrap());
     }
 
     #[test]

@@ -11,6 +11,7 @@ use blockio::file::open_regular;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches};
+use ringhaul_options::redact::escape_controls;
 use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
@@ -307,9 +308,9 @@ impl Config {
             let name = export.name();
             let warnings = export.content_warnings();
             let warnings =
-                warnings.into_iter().map(move |warning| format!("{name}: warning: {warning}\n"));
-            std::iter::once(format!("{}\n", export.summary())).chain(warnings)
+                warnings.into_iter().map(move |warning| format!("{name}: warning: {warning}"));
+            std::iter::once(export.summary()).chain(warnings)
         });
-        lines.collect()
+        lines.map(|line| escape_controls(&line) + "\n").collect()
     }
 }
