@@ -274,6 +274,23 @@ fn an_invalid_state_file_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// Its users could replace the file, which names disks.
+#[test]
+fn a_state_file_in_a_folder_of_all_users_is_refused() -> Result<()> {
+    let folders = test_folders()?;
+    let folder = folders.path("open");
+    fs::create_dir(&folder)?;
+    let state = folder.join("state").display().to_string();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777))?;
+    let refused = run(&mut command(&folders, &["--state", &state])?)?;
+    refused.expect_refusal(&["state file", "open/state", "every user can replace files in"])?;
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o1777))?;
+    let (mut daemon, _client) = start(&folders, &["--state", &state])?;
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(())
+}
+
 #[test]
 fn a_changed_command_line_overrides_the_state() -> Result<()> {
     let folders = test_folders()?;

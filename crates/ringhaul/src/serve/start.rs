@@ -1,9 +1,9 @@
 //! The options and exports at a start: the command line, with the upgrades and commands that an
 //! earlier process kept.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::daemon::Daemon;
 use crate::daemon::arguments::{ParsedOptions, split_upgrade};
@@ -14,6 +14,7 @@ use crate::daemon::saved_state::{self, SavedState};
 use crate::log;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
+use crate::socket::permissions::{check_private_folder, group_id};
 use crate::spec::ExportSpec;
 use crate::spec::settings::Settings;
 
@@ -36,8 +37,8 @@ impl Start {
     ///
     /// # Errors
     ///
-    /// When the state file is another daemon's, or cannot be understood, or the options of an
-    /// upgrade are no longer understood.
+    /// When strangers can replace the state file, it is another daemon's or cannot be understood,
+    /// or the options of an upgrade are no longer understood.
     pub(super) fn read(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<Self> {
         let mut start = Self {
             args: args.clone(),
@@ -47,6 +48,7 @@ impl Start {
             state: None,
         };
         if let Some(path) = saved_state::place(args.state.as_deref(), args.control.as_deref())? {
+            check_folder(&path, args.control_group.as_deref())?;
             let (file, mut changes, locked) = StateFile::open(&path)?;
             start.adopt_upgrades(&mut changes)?;
             start.options.arguments.push(state_option(&path));
@@ -201,8 +203,16 @@ const STATE: &str = "--state=";
 
 /// The option that names the file by its absolute path: the next process may start in another
 /// folder.
-fn state_option(path: &std::path::Path) -> String {
+fn state_option(path: &Path) -> String {
     format!("{STATE}{}", path.display())
+}
+
+/// Checks that only root, this user and the members of the control group can replace the file,
+/// which names disks.
+fn check_folder(state: &Path, control_group: Option<&str>) -> Result<()> {
+    let group = control_group.map(group_id).transpose().context("cannot use --control-group")?;
+    check_private_folder(state, group)
+        .with_context(|| format!("cannot use the state file {}", state.display()))
 }
 
 #[cfg(test)]
