@@ -7,6 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run, serve};
+use ringhaul_kit::system::{is_installed, run as run_program};
 
 use crate::{DISK_BYTES, test_folders};
 
@@ -69,6 +70,43 @@ fn every_command_warns_of_an_image_without_its_format() -> Result<()> {
     ensure!(count(&error) == 1, "{error}");
     let shown = run(ctl(&folders, &["--json", "show", "two"])?.arg("--"))?.expect_code(0)?.stdout;
     ensure!(count(&shown) == 2, "{shown}");
+    Ok(())
+}
+
+/// Images of each format that QEMU makes.
+#[test]
+fn images_of_all_formats_have_a_warning_with_their_format() -> Result<()> {
+    if !is_installed("qemu-img") {
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    for (make, format) in [
+        ("qcow2", "qcow2"),
+        ("qcow2 -o compat=0.10", "qcow2"),
+        ("qcow", "qcow"),
+        ("qed", "QED"),
+        ("vmdk", "VMDK"),
+        ("vmdk -o subformat=streamOptimized", "VMDK"),
+        ("vmdk -o subformat=monolithicFlat", "VMDK"),
+        ("vdi", "VDI"),
+        ("vhdx", "VHDX"),
+        ("vpc", "VHD"),
+        ("vpc -o subformat=fixed", "VHD"),
+        ("parallels", "Parallels"),
+    ] {
+        let path = folders.path(&make.replace(' ', "-")).display().to_string();
+        let words = [&["create", "-q", "-f"], &make.split(' ').collect::<Vec<_>>()[..]].concat();
+        run_program("qemu-img", &[&words[..], &[&path, "16M"]].concat())?;
+        // Files of any length.
+        let file = fs::File::options().write(true).open(&path)?;
+        let (bytes, is_fixed) = (file.metadata()?.len(), make.contains("fixed"));
+        if !is_fixed {
+            file.set_len(bytes.next_multiple_of(512))?;
+        }
+        let info = run(ringhaul()?.args(["disk", "info", &path]))?.expect_code(0)?.stdout;
+        let warning = format!("\nwarning   it has the header of a {format} image");
+        ensure!(info.contains(&warning), "{make}: {info}");
+    }
     Ok(())
 }
 
