@@ -8,8 +8,10 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
 use ringhaul_kit::nbd_server::NbdServer;
+use ringhaul_kit::page::{Page, code_spans};
 use ringhaul_kit::server::ringhaul_binary;
 use ringhaul_kit::system::is_installed;
+use ringhaul_tools::workspace;
 use rustix::process::Signal;
 
 use super::test_folders;
@@ -348,4 +350,50 @@ fn quick(line: &str) -> String {
     } else {
         line.replace(FORMAT, &format!("{FORMAT}--pbkdf pbkdf2 --pbkdf-force-iterations 1000 "))
     }
+}
+
+/// Appends the sources below a folder, with texts of several lines in one line, and without
+/// backticks.
+fn read_sources(folder: &Path, sources: &mut String) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            read_sources(&path, sources)?;
+        } else if path.extension().is_some_and(|name| name == "rs") {
+            for line in fs::read_to_string(&path)?.lines() {
+                let line = line.trim_start().replace('`', "");
+                match line.strip_suffix('\\') {
+                    Some(part) => sources.push_str(part),
+                    None => sources.push_str(&(line + "\n")),
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A user searches the tables for words of a line.
+#[test]
+fn the_program_has_the_words_of_the_tables_of_messages() -> Result<()> {
+    // Lines of QEMU and SeaBIOS.
+    const OTHERS: [&str; 2] = ["Failed to connect", "not a bootable disk"];
+    let mut sources = String::new();
+    for folder in fs::read_dir(workspace::root().join("crates"))? {
+        read_sources(&folder?.path().join("src"), &mut sources)?;
+    }
+    let guide = workspace::root().join("docs/guide");
+    let troubleshooting = fs::read_to_string(guide.join("troubleshooting.md"))?;
+    let service = Page::read("guide/service.md")?;
+    let rows = troubleshooting.lines().filter(|line| line.starts_with("| "));
+    let cells = rows.filter_map(|row| row.split('|').nth(1));
+    let cells: Vec<&str> = cells
+        .chain(service.table("| line | meaning |")?.iter().map(|row| row[0]))
+        .filter(|cell| cell.contains('`'))
+        .collect();
+    ensure!(cells.len() > 50, "only {} rows were found", cells.len());
+    for span in cells.into_iter().flat_map(code_spans).filter(|span| !OTHERS.contains(span)) {
+        let has_all = span.split("...").all(|words| sources.contains(words.trim()));
+        ensure!(has_all, "the program has no line with {span:?}");
+    }
+    Ok(())
 }
