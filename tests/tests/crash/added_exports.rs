@@ -16,7 +16,7 @@ use super::{end, export, rounds};
 
 for_each_engine! {
     an_added_export_survives_kills_with_its_limits,
-    an_added_unit_survives_kills,
+    an_added_unit_survives_kills_with_its_limits,
 }
 
 const ROUNDS_DEFAULT: u32 = 8;
@@ -72,7 +72,7 @@ fn kill_under_load(mut server: Server, driver: &mut Driver) -> Result<usize> {
 }
 
 /// Commands that a killed process had taken wait for the unit, and none fails.
-fn an_added_unit_survives_kills(engine: Engine) -> Result<()> {
+fn an_added_unit_survives_kills_with_its_limits(engine: Engine) -> Result<()> {
     const LUN: u8 = 5;
     let folders = [tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?, tempfile::tempdir()?];
     let [first, disk] = ["first.img", "added.img"].map(|name| folders[0].path().join(name));
@@ -86,6 +86,10 @@ fn an_added_unit_survives_kills(engine: Engine) -> Result<()> {
     let added = json!({ "export": export.socket, "unit": unit });
     // The start may still be opening the first disk.
     retry(LIMIT, || server.call("lun.add", &added).map(drop))?;
+    let disk_of_unit = json!({ "export": export.socket, "lun": LUN });
+    let limits = json!({ "iops-total": 20_000 });
+    let set = json!({ "export": export.socket, "lun": LUN, "limits": limits, "rerror": "retry" });
+    server.call("disk.set", &set)?;
     let mut driver = Driver::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
     driver.attach()?;
     let mut left = 0;
@@ -96,6 +100,8 @@ fn an_added_unit_survives_kills(engine: Engine) -> Result<()> {
         driver.frontend.channel = Channel::connect(&export.socket)?;
         driver.attach()?;
         driver.run(1, false).with_context(|| format!("round {round}; {}", server.messages()))?;
+        let holds = server.call("disk.set", &disk_of_unit)?;
+        ensure!(holds["limits"] == limits && holds["rerror"] == "retry", "round {round}: {holds}");
     }
     driver.run(0, true)?;
     ensure!(left > 0, "no kill left a command without an answer");
