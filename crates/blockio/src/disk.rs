@@ -51,7 +51,7 @@ pub use info::{Placement, WaitTimes};
 #[doc(hidden)]
 pub use late_lock::{LATE_LOCK_PATIENCE, LateLock, smaller};
 pub use qos::LimitGroup;
-use qos::Shared;
+use qos::SharedState;
 use qos::bulk_turns::BulkTurns;
 pub use qos::error_policy::{ErrorAction, ErrorPolicy};
 pub use qos::limits::{Burst, Direction, Limits, Rate, Rates};
@@ -66,7 +66,7 @@ pub struct Disk {
     /// The facts at the time of opening.
     info: DiskInfo,
     /// The facts that have changed since.
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     /// The bits of an offset within a logical block.
     block_mask: u64,
     kind: Kind,

@@ -56,7 +56,7 @@ struct End {
 }
 
 impl End {
-    fn tell_size(&self, state: &State) -> u64 {
+    fn announce_size(&self, state: &State) -> u64 {
         let size_bytes = state.content.len() as u64;
         self.size_bytes.store(size_bytes, Ordering::Relaxed);
         size_bytes
@@ -231,9 +231,9 @@ impl RemoteStub {
     }
 
     /// Changes the size of the content, and announces it.
-    pub fn tell_size(&self, size_bytes: u64) {
+    pub fn announce_size(&self, size_bytes: u64) {
         self.have_size(size_bytes);
-        self.0.0.tell_size(&self.state());
+        self.0.0.announce_size(&self.state());
     }
 
     /// Changes the size of the content, which is announced only in answer to a query.
@@ -346,13 +346,13 @@ impl DriverSource for RemoteStubSource {
 
     fn size_probe(&self) -> Option<Arc<SizeProbe>> {
         let end = Arc::clone(&self.0.0.0);
-        let look = move || Ok(Some(end.tell_size(&end.state.lock().unwrap())));
+        let look = move || Ok(Some(end.announce_size(&end.state.lock().unwrap())));
         Some(Arc::new(SizeProbe::other(look)))
     }
 
     fn probe_size(&self) -> Result<u64, Error> {
         let (end, mut state) = (&*self.0.0.0, self.0.state());
-        let size_bytes = end.tell_size(&state);
+        let size_bytes = end.announce_size(&state);
         state.asked += 1;
         let number = state.asked;
         drop(end.changed.wait_while(state, |state| state.kept_back == number).unwrap());
@@ -372,7 +372,7 @@ impl DriverSource for RemoteStubSource {
     }
 
     fn set_size(&self, size_bytes: u64) -> Result<(), Error> {
-        self.0.tell_size(size_bytes);
+        self.0.announce_size(size_bytes);
         Ok(())
     }
 

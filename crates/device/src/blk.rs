@@ -25,10 +25,10 @@ pub(crate) mod request;
 /// A virtio-blk device: the part beside the state that both kinds of device have.
 #[derive(Clone)]
 pub struct BlkDevice {
-    shared: Arc<Shared>,
+    shared: Arc<BlkState>,
 }
 
-struct Shared {
+struct BlkState {
     core: DeviceCore,
     source: DiskSource,
     options: BlkOptions,
@@ -54,7 +54,7 @@ impl BlkDevice {
         let core = DeviceCore::new(tuning, in_order, AnswerPlace::LastByte, events);
         let writeback = AtomicBool::new(options.write_cache);
         let queues = Arc::default();
-        let shared = Shared { core, source, options, access, queues, writeback };
+        let shared = BlkState { core, source, options, access, queues, writeback };
         let shared = Arc::new(shared);
         shared.access.add_disk_user(Arc::new(BlkDiskUser {
             queues: Arc::downgrade(&shared.queues),
@@ -178,7 +178,7 @@ impl BlkDevice {
 struct BlkDiskUser {
     /// Weak, because IoThreads use a disk user, which must not keep the disk open.
     queues: Weak<PerThread<Queue>>,
-    device: Weak<Shared>,
+    device: Weak<BlkState>,
 }
 
 impl DiskUser for BlkDiskUser {

@@ -49,10 +49,10 @@ pub(crate) mod verify;
 /// A virtio-scsi device: its own state, and the state common to devices of all kinds.
 #[derive(Clone)]
 pub struct ScsiDevice {
-    shared: Arc<Shared>,
+    shared: Arc<ScsiState>,
 }
 
-struct Shared {
+struct ScsiState {
     core: DeviceCore,
     options: ScsiOptions,
     units: Arc<Units>,
@@ -92,7 +92,7 @@ impl ScsiDevice {
     ];
 
     pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
-        let shared = Shared {
+        let shared = ScsiState {
             core: DeviceCore::new(options.tuning, false, AnswerPlace::Front, events),
             options,
             units: Arc::default(),
@@ -309,7 +309,7 @@ struct UnitPeer {
     number: UnitNumber,
     attentions: Weak<Attentions>,
     queues: Weak<RequestQueues>,
-    device: Weak<Shared>,
+    device: Weak<ScsiState>,
 }
 
 impl Peer for UnitPeer {

@@ -216,7 +216,7 @@ fn a_disk_gets_another_size_with_all_that_lies_on_it() {
     assert!(fixed.set_size(512, || ()).unwrap_err().to_string().contains("its size was set"));
     let end = elsewhere(MIB);
     let told = DiskSource::raw(end.clone().source(), 512, None).unwrap();
-    end.tell_size(2 * MIB);
+    end.announce_size(2 * MIB);
     assert_eq!(told.size_probe().unwrap().size_bytes().unwrap(), Some(2 * MIB - 512));
     assert_eq!(told.refresh().unwrap(), 2 * MIB - 512);
 }
@@ -357,9 +357,9 @@ fn layers_pass_questions_and_orders_on_to_the_disk_below() {
         assert_eq!(end.take_calls(), expected, "{name}");
         assert_eq!(source.info().size_bytes, 3 * MIB);
         // The size that a server has announced counts before the disk has taken it over.
-        end.tell_size(offset + 5 * MIB);
+        end.announce_size(offset + 5 * MIB);
         assert_eq!(source.covered_bytes().unwrap(), 5 * MIB, "{name}");
-        end.tell_size(DATA_OFFSET + 4 * MIB);
+        end.announce_size(DATA_OFFSET + 4 * MIB);
     }
 }
 

@@ -60,7 +60,7 @@ use link::{Handle, check_not_less};
 pub use options::{NbdAddress, NbdOptions, NbdTls};
 use pipe::{Pipe, key_of, record_size};
 use requests::IssuedRequest;
-use shared::Shared;
+use shared::SharedExport;
 use wire::Request;
 
 /// A server with a machine that is silent for this long counts as gone.
@@ -94,7 +94,7 @@ fn open_with_silence(
              writes"
         );
     }
-    let shared = Arc::new(Shared::new(nbd, options.read_only, silence, connected));
+    let shared = Arc::new(SharedExport::new(nbd, options.read_only, silence, connected));
     let (handle, taken) = (Arc::new(Handle { shared }), AtomicU64::new(info.size_bytes));
     let source = NbdSource { handle, name, info, taken };
     Ok(DiskSource::from_driver(info, Arc::new(source)))
@@ -162,7 +162,7 @@ impl fmt::Debug for NbdSource {
 }
 
 impl NbdSource {
-    fn shared(&self) -> &Arc<Shared> {
+    fn shared(&self) -> &Arc<SharedExport> {
         &self.handle.shared
     }
 

@@ -152,7 +152,7 @@ impl DiskOpener<'_> {
         self.cancel_token.while_reading(&below, || {
             let (source, file) = (below.clone(), over.whole_file());
             let files = options.files.as_deref();
-            let image = ImageFile { source, file, allowed, files, look: None };
+            let image = ImageFile { source, file, allowed, files, look_up: None };
             open_qcow2(image, open_backing, time)
         })
     }
@@ -195,8 +195,8 @@ mod image {
         _: impl FnMut(&Path, Option<&Folder>) -> Result<DiskSource>,
         _: ReadTime,
     ) -> Result<DiskSource> {
-        let ImageFile { source, file, allowed, files, look } = image;
-        let _unused = (file, allowed, files, look.is_some());
+        let ImageFile { source, file, allowed, files, look_up } = image;
+        let _unused = (file, allowed, files, look_up.is_some());
         is_image(&source).map(|_| source)
     }
 }

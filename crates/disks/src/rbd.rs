@@ -27,7 +27,7 @@ use tracing::Span;
 use self::open::ImageProperties;
 use self::pending_ops::AwayState;
 use self::requests::RbdDisk;
-use self::shared::Shared;
+use self::shared::SharedImage;
 use crate::spec::RbdSpec;
 
 /// Checks that the library of Ceph can be used here.
@@ -53,7 +53,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub fn open(name: &RbdSpec, options: &DiskOptions) -> Result<DiskSource, Error> {
     let (image, info, facts) = open::open(name, options)?;
     let (size_bytes, object_bytes) = (info.size_bytes, facts.object_bytes);
-    let shared = Arc::new(Shared::new(image, name.to_string(), size_bytes, object_bytes));
+    let shared = Arc::new(SharedImage::new(image, name.to_string(), size_bytes, object_bytes));
     let end = watch(&shared).map_err(|error| shared.refused(&error.to_string()))?;
     let source =
         RbdSource { shared, facts, image: name.clone(), options: options.clone(), info, _end: end };
@@ -61,7 +61,7 @@ pub fn open(name: &RbdSpec, options: &DiskOptions) -> Result<DiskSource, Error> 
 }
 
 struct RbdSource {
-    shared: Arc<Shared>,
+    shared: Arc<SharedImage>,
     facts: ImageProperties,
     image: RbdSpec,
     options: DiskOptions,
@@ -269,7 +269,7 @@ impl RbdSource {
 
 /// Starts a thread that logs when the cluster does not answer, and gives the image up if that is
 /// wanted. It ends when the image is closed or abandoned, or the returned sender is dropped.
-fn watch(shared: &Arc<Shared>) -> io::Result<mpsc::Sender<()>> {
+fn watch(shared: &Arc<SharedImage>) -> io::Result<mpsc::Sender<()>> {
     let (end, ended) = mpsc::channel::<()>();
     let (waiting, name) = (Arc::downgrade(shared.image.pending_ops()), shared.name.clone());
     let span = Span::current();
@@ -333,7 +333,8 @@ mod tests {
             optimal_bytes: None,
             object_bytes: 4096,
         };
-        let shared = Arc::new(Shared::new(fake.open(), "image".to_owned(), BYTES as u64, 4096));
+        let shared =
+            Arc::new(SharedImage::new(fake.open(), "image".to_owned(), BYTES as u64, 4096));
         let options = DiskOptions { read_only, ..DiskOptions::default() };
         let (end, _) = mpsc::channel();
         let source = RbdSource { shared, facts, image, options, info, _end: end };

@@ -62,10 +62,10 @@ impl<'de> Visitor<'de> for TextOrTable {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DiskSpec, A::Error> {
         let disk = DiskSpec::deserialize(MapAccessDeserializer::new(&mut map));
         let disk = disk.map_err(|error| {
-            let said = error.to_string();
-            let without = text::redact_quoted(&said);
+            let message = error.to_string();
+            let without = text::redact_quoted(&message);
             // An error without quoted text stays as it is, because it knows its place in a file.
-            if without == said { error } else { A::Error::custom(without) }
+            if without == message { error } else { A::Error::custom(without) }
         })?;
         if map.next_key::<IgnoredAny>()?.is_some() {
             return Err(A::Error::custom("a disk has one key, its kind; leave the others out"));

@@ -167,9 +167,9 @@ impl Buffers {
     pub fn take_shared_bytes(&mut self, bytes: usize) -> Option<SharedBytes> {
         if let Some(start) = self.take_from_range(bytes) {
             let memory = self.memory().clone();
-            return Some(SharedBytes(Place::Range { start, bytes, memory }));
+            return Some(SharedBytes(Segments::Range { start, bytes, memory }));
         }
-        self.take_list(bytes).map(|list| SharedBytes(Place::List(list)))
+        self.take_list(bytes).map(|list| SharedBytes(Segments::List(list)))
     }
 
     /// Removes the first `bytes` bytes if they are all in the first range.
@@ -370,9 +370,9 @@ impl Buffers {
         }
         Some(SharedBytes(match *self.iovecs() {
             [iovec { iov_base, iov_len: bytes }] => {
-                Place::Range { start: iov_base.cast(), bytes, memory: self.memory().clone() }
+                Segments::Range { start: iov_base.cast(), bytes, memory: self.memory().clone() }
             }
-            _ => Place::List(self.duplicate()),
+            _ => Segments::List(self.duplicate()),
         }))
     }
 
@@ -416,10 +416,10 @@ impl Drop for Buffers {
 
 /// Bytes of shared memory that may be written once. Keeps them mapped.
 #[derive(Debug)]
-pub struct SharedBytes(Place);
+pub struct SharedBytes(Segments);
 
 #[derive(Debug)]
-enum Place {
+enum Segments {
     Range { start: *mut u8, bytes: usize, memory: Memory },
     List(Buffers),
 }
@@ -429,20 +429,20 @@ impl SharedBytes {
     #[inline]
     pub fn bytes(&self) -> usize {
         match &self.0 {
-            Place::Range { bytes, .. } => *bytes,
-            Place::List(list) => list.bytes(),
+            Segments::Range { bytes, .. } => *bytes,
+            Segments::List(list) => list.bytes(),
         }
     }
 
     /// Reports that all bytes were written.
     pub fn wrote(&self) {
         match &self.0 {
-            &Place::Range { start, bytes, ref memory } => {
+            &Segments::Range { start, bytes, ref memory } => {
                 if memory.is_logged() {
                     memory.report(start, bytes);
                 }
             }
-            Place::List(list) => list.wrote(list.bytes()),
+            Segments::List(list) => list.wrote(list.bytes()),
         }
     }
 
@@ -450,21 +450,21 @@ impl SharedBytes {
     #[inline]
     pub fn zero(&self) {
         match &self.0 {
-            &Place::Range { start, bytes, ref memory } => {
+            &Segments::Range { start, bytes, ref memory } => {
                 // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped.
                 unsafe { zero(start, bytes) };
                 if memory.is_logged() {
                     memory.report(start, bytes);
                 }
             }
-            Place::List(list) => list.zero_from(0),
+            Segments::List(list) => list.zero_from(0),
         }
     }
 
     /// Writes `data`, as far as there is room, and fills the rest with zeroes.
     pub fn write(&self, data: &[u8]) {
         match &self.0 {
-            &Place::Range { start, bytes, ref memory } => {
+            &Segments::Range { start, bytes, ref memory } => {
                 let len = data.len().min(bytes);
                 // SAFETY: the bytes are part of a range of a list, which `memory` keeps mapped.
                 // `data` is a Rust slice, so no part of it lies in them.
@@ -476,7 +476,7 @@ impl SharedBytes {
                     memory.report(start, bytes);
                 }
             }
-            Place::List(list) => {
+            Segments::List(list) => {
                 list.copy_from(0, data);
                 list.zero_from(data.len());
             }
@@ -736,7 +736,11 @@ mod tests {
             let memory = Memory::loggable(whole.memory().clone());
             let list = cut(&whole, memory.clone(), lengths);
             let later = list.to_report().expect("there may be a log");
-            assert_eq!(matches!(later.0, Place::Range { .. }), lengths.len() == 1, "it is copied");
+            assert_eq!(
+                matches!(later.0, Segments::Range { .. }),
+                lengths.len() == 1,
+                "it is copied"
+            );
             let logs = [Rc::new(Bytes::default()), Rc::new(Bytes::default())];
             list.wrote(1);
             drop(list);

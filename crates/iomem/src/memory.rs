@@ -26,11 +26,11 @@ pub trait WriteLog {
 ///
 /// The memory also keeps the storage of dropped lists, so that later lists need no allocation.
 #[derive(Clone)]
-pub struct Memory(Rc<Shared>);
+pub struct Memory(Rc<MemoryState>);
 
 /// A reference to memory that does not keep it mapped.
 #[derive(Debug, Clone)]
-pub struct WeakMemory(Weak<Shared>);
+pub struct WeakMemory(Weak<MemoryState>);
 
 impl WeakMemory {
     /// Returns the memory, if a list or another owner still has it.
@@ -39,7 +39,7 @@ impl WeakMemory {
     }
 }
 
-struct Shared {
+struct MemoryState {
     spare: RefCell<Spare>,
     /// True if there is a log: the one check that a write without a log makes.
     is_logged: Cell<bool>,
@@ -76,7 +76,7 @@ impl Memory {
     }
 
     fn make(owner: impl Any, may_be_logged: bool) -> Self {
-        Self(Rc::new(Shared {
+        Self(Rc::new(MemoryState {
             spare: RefCell::default(),
             is_logged: Cell::new(false),
             log: RefCell::default(),

@@ -368,7 +368,7 @@ impl Daemon {
         locked.map_err(anyhow::Error::from)?;
         // Nothing has been written.
         let unlock = || {
-            turns.iter().for_each(|turns| turns.leave(&access));
+            turns.iter().for_each(|turns| turns.end_use(&access));
             disk_locks.iter().for_each(|locks| drop(locks.remove(place)));
         };
         let add = |turn| unit.add_to(&device, &name, (&disk, turn), &access);
@@ -401,7 +401,7 @@ impl Daemon {
             lock.close_unit(|| unit.close());
         }
         if let (Some(turns), Some(access)) = (&turns, access) {
-            turns.leave(&access);
+            turns.end_use(&access);
         }
         let unlocked = turns.iter().try_for_each(|turns| turns.locks().remove(place));
         lock.report_removed();

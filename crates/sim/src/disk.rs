@@ -16,7 +16,7 @@ use crate::failure::Failure;
 use crate::history::{History, NEVER, WriteRef};
 use crate::plan::Plan;
 use crate::request::DiskEffect;
-use crate::scsi::shared::Shared;
+use crate::scsi::shared::SharedDisk;
 use crate::world::World;
 
 /// The end of a request.
@@ -59,7 +59,7 @@ pub(crate) struct Disk {
     file: DiskSource,
     state: RefCell<State>,
     /// State that the nexuses of virtio-scsi share.
-    shared: RefCell<Shared>,
+    shared: RefCell<SharedDisk>,
 }
 
 /// An engine by its number in a plan.
@@ -108,15 +108,15 @@ impl Disk {
             loss_told: 0,
         };
         let (plan, world) = (plan.clone(), Rc::clone(world));
-        let shared = RefCell::new(Shared::new(plan.sectors()));
+        let shared = RefCell::new(SharedDisk::new(plan.sectors()));
         Self { plan, index, world, source, file, state: RefCell::new(state), shared }
     }
 
-    pub(crate) fn shared(&self) -> Ref<'_, Shared> {
+    pub(crate) fn shared(&self) -> Ref<'_, SharedDisk> {
         self.shared.borrow()
     }
 
-    pub(crate) fn shared_mut(&self) -> RefMut<'_, Shared> {
+    pub(crate) fn shared_mut(&self) -> RefMut<'_, SharedDisk> {
         self.shared.borrow_mut()
     }
 
@@ -327,7 +327,7 @@ impl Disk {
         self.file.open_again();
         self.world.forget_loss(self.index);
         let size = self.source.info().size_bytes / 512;
-        *self.shared.borrow_mut() = Shared::new(size);
+        *self.shared.borrow_mut() = SharedDisk::new(size);
         Ok(())
     }
 }

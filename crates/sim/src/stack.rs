@@ -240,7 +240,7 @@ impl Stack {
         {
             let mut control = self.control.borrow_mut();
             control.threads.clear();
-            control.exports.iter_mut().for_each(|export| export.leave());
+            control.exports.iter_mut().for_each(|export| export.clear_queues());
         }
         self.threads.clear();
         self.check_answers()?;
@@ -265,7 +265,7 @@ impl Stack {
         {
             let mut control = self.control.borrow_mut();
             control.threads.clear();
-            control.exports.iter_mut().for_each(Export::leave);
+            control.exports.iter_mut().for_each(Export::clear_queues);
         }
         self.threads.clear();
         self.world.bury();

@@ -40,18 +40,18 @@ pub(super) enum Call {
 /// A socket or pipe that calls are passed on to until this is dropped.
 pub(super) struct Relayed {
     target: Arc<Target>,
-    shared: Arc<Shared>,
+    shared: Arc<RelayState>,
 }
 
 /// Passes calls on for one front-end. Its thread exists from the first such call descriptor until
 /// this is dropped.
 #[derive(Default)]
 pub(super) struct CallRelay {
-    shared: Option<Arc<Shared>>,
+    shared: Option<Arc<RelayState>>,
 }
 
 /// The part that the connection and the thread share.
-struct Shared {
+struct RelayState {
     /// Added to when the list changes or the thread is to end.
     wake: OwnedFd,
     targets: Lock<Vec<Arc<Target>>>,
@@ -135,7 +135,7 @@ impl CallRelay {
     }
 
     /// Returns the part that is shared with the thread. Starts the thread on the first call.
-    fn shared(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<Shared>> {
+    fn shared(&mut self, examiner: &Arc<Examiner>) -> io::Result<Arc<RelayState>> {
         if let Some(shared) = &self.shared {
             return Ok(Arc::clone(shared));
         }
@@ -144,7 +144,7 @@ impl CallRelay {
                         eventfd";
             io::Error::new(io::ErrorKind::ResourceBusy, text)
         })?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(RelayState {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             targets: Lock::default(),
             has_ended: AtomicBool::new(false),
@@ -168,7 +168,7 @@ impl Drop for CallRelay {
     }
 }
 
-impl Shared {
+impl RelayState {
     fn wake(&self) {
         // Fails if the counter is full: then the thread has not read it yet.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());

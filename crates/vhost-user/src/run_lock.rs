@@ -48,21 +48,21 @@ enum State {
     Free,
     /// The lock came with the session from another process. The turn has to take it here before a
     /// ring runs, and before it can end.
-    Inherited(Turn),
-    Taking(Turn, oneshot::Receiver<io::Result<()>>),
-    Held(Turn),
+    Inherited(SessionTurn),
+    Taking(SessionTurn, oneshot::Receiver<io::Result<()>>),
+    Held(SessionTurn),
     Releasing(oneshot::Receiver<io::Result<()>>),
 }
 
 /// A turn of a session with its lock. Dropping it does not end the turn: another process may have
 /// taken it over, and the lock with it.
 #[derive(Clone)]
-struct Turn {
+struct SessionTurn {
     lock: Arc<dyn RunLock>,
     number: u64,
 }
 
-impl Turn {
+impl SessionTurn {
     fn new(lock: &Arc<dyn RunLock>) -> Self {
         let number = TURNS.fetch_add(1, Ordering::Relaxed) + 1;
         Self { lock: Arc::clone(lock), number }
@@ -71,14 +71,14 @@ impl Turn {
 
 /// The end of a turn. It comes when this is dropped, if it has not come before.
 struct Ending {
-    turn: Option<Turn>,
+    turn: Option<SessionTurn>,
     is_inherited: bool,
 }
 
 impl Ending {
     /// Begins to end a turn on a thread.
     fn begin(
-        turn: Turn,
+        turn: SessionTurn,
         is_inherited: bool,
         examiner: &Examiner,
         waker: &Waker,
@@ -90,7 +90,7 @@ impl Ending {
     }
 
     fn run(&mut self) -> io::Result<()> {
-        let Some(Turn { lock, number }) = self.turn.take() else { return Ok(()) };
+        let Some(SessionTurn { lock, number }) = self.turn.take() else { return Ok(()) };
         if self.is_inherited {
             lock.take(number)?;
         }
@@ -117,7 +117,7 @@ impl SessionLock {
 
     /// Notes that another process has held the lock for the session.
     pub(super) fn inherit(&mut self, lock: &Arc<dyn RunLock>) {
-        self.state = State::Inherited(Turn::new(lock));
+        self.state = State::Inherited(SessionTurn::new(lock));
     }
 
     /// Has [`poll`](Self::poll) take the lock for a ring.
@@ -195,7 +195,7 @@ impl SessionLock {
             state @ (State::Free | State::Inherited(_)) => {
                 let turn = match state {
                     State::Inherited(turn) => turn,
-                    _ => Turn::new(lock),
+                    _ => SessionTurn::new(lock),
                 };
                 let taking = turn.clone();
                 let taken = examiner.lock(move || taking.lock.take(taking.number));

@@ -46,7 +46,7 @@ pub struct Chain {
 /// The links from descriptor to descriptor, which differ by the layout of the ring.
 pub(crate) trait Links: Sized {
     /// The facts about a chain that only its walk finds.
-    type Found;
+    type Facts;
 
     /// Returns the first descriptor that names a buffer.
     fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError>;
@@ -59,7 +59,7 @@ pub(crate) trait Links: Sized {
     ) -> Result<Option<Descriptor>, QueueError>;
 
     /// Returns the facts, at the end of the chain.
-    fn found(self) -> Self::Found;
+    fn facts(self) -> Self::Facts;
 }
 
 /// Walks the chain of a split ring that starts at `head`, and leaves its buffers in the translator.
@@ -84,7 +84,7 @@ pub(crate) fn walk(
 pub(crate) fn walk_links<L: Links>(
     translator: &mut Translator,
     mut links: L,
-) -> Result<(Option<ChainFault>, L::Found), QueueError> {
+) -> Result<(Option<ChainFault>, L::Facts), QueueError> {
     let mut descriptor = links.first(translator)?;
     let mut writable_seen = false;
     loop {
@@ -106,9 +106,9 @@ pub(crate) fn walk_links<L: Links>(
     if translator.bytes() > MAX_BYTES {
         let bytes = translator.bytes();
         translator.shrink_to_answer_place();
-        return Ok((Some(ChainFault::TooLong { bytes }), links.found()));
+        return Ok((Some(ChainFault::TooLong { bytes }), links.facts()));
     }
-    Ok((None, links.found()))
+    Ok((None, links.facts()))
 }
 
 /// Makes a chain of the buffers in the translator.
@@ -153,7 +153,7 @@ struct SplitLinks {
 }
 
 impl Links for SplitLinks {
-    type Found = ();
+    type Facts = ();
 
     #[inline]
     fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
@@ -186,7 +186,7 @@ impl Links for SplitLinks {
     }
 
     #[inline]
-    fn found(self) {}
+    fn facts(self) {}
 }
 
 impl SplitLinks {
@@ -232,7 +232,7 @@ fn find_end<L: Links>(
     translator: &mut Translator,
     mut descriptor: Descriptor,
     fault: ChainFault,
-) -> Result<(Option<ChainFault>, L::Found), QueueError> {
+) -> Result<(Option<ChainFault>, L::Facts), QueueError> {
     let place = translator.shrink_to_answer_place();
     let mut is_intact = direction(descriptor) == Direction::Readable;
     loop {
@@ -248,7 +248,7 @@ fn find_end<L: Links>(
         }
         match links.after(translator, descriptor)? {
             Some(next) => descriptor = next,
-            None => return Ok((Some(fault), links.found())),
+            None => return Ok((Some(fault), links.facts())),
         }
     }
 }

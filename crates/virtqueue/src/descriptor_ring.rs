@@ -15,9 +15,9 @@ const EVENT_BYTES: usize = 4;
 /// The device has written to the buffer.
 const USED_F_WRITE: u16 = 2;
 
-/// The wish for events of one side (virtio 1.3, section 2.8.10).
+/// The event suppression of one side (virtio 1.3, section 2.8.10).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum EventSuppression {
     /// Every step causes an event.
     Always,
     /// No step does.
@@ -30,14 +30,14 @@ const ENABLE: u16 = 0;
 const DISABLE: u16 = 1;
 /// Valid only with event idx.
 const AT_DESCRIPTOR: u16 = 2;
-const WISH_MASK: u16 = 3;
+const FLAGS_MASK: u16 = 3;
 
-impl Wish {
-    /// Decodes the wish, at first its place and then its flags. A reserved value asks for too much,
-    /// which loses no event.
+impl EventSuppression {
+    /// Decodes the suppression, at first its place and then its flags. A reserved value asks for
+    /// too much, which loses no event.
     fn from_word(word: u32, event_idx: bool) -> Self {
         let [p0, p1, f0, f1] = word.to_le_bytes();
-        match u16::from_le_bytes([f0, f1]) & WISH_MASK {
+        match u16::from_le_bytes([f0, f1]) & FLAGS_MASK {
             DISABLE => Self::Never,
             AT_DESCRIPTOR if event_idx => {
                 Self::At(Position::from_bits(u16::from_le_bytes([p0, p1])))
@@ -160,18 +160,18 @@ impl DescriptorRing {
         high.store(word.to_le(), Ordering::Relaxed);
     }
 
-    /// The driver's wish for calls.
+    /// The driver's event suppression.
     #[inline]
-    pub(crate) fn driver_wish(&self) -> Wish {
+    pub(crate) fn driver_suppression(&self) -> EventSuppression {
         // SAFETY: the structure is mapped and aligned, see `DescriptorRing`.
         let word = unsafe { AtomicU32::from_ptr(self.driver_events) }.load(Ordering::Relaxed);
-        Wish::from_word(u32::from_le(word), self.event_idx)
+        EventSuppression::from_word(u32::from_le(word), self.event_idx)
     }
 
-    /// Stores the device's wish for kicks.
+    /// Stores the device's event suppression.
     #[inline]
-    pub(crate) fn store_device_wish(&self, wish: Wish) {
-        let word = wish.word().to_le();
+    pub(crate) fn store_device_suppression(&self, suppression: EventSuppression) {
+        let word = suppression.word().to_le();
         // SAFETY: as above.
         unsafe { AtomicU32::from_ptr(self.device_events) }.store(word, Ordering::Relaxed);
     }

@@ -90,8 +90,8 @@ impl Inflight {
         let again = again.into_iter().map(|mark| mark.head).collect();
         let last_head = account.load(OFFSET_LAST_HEAD);
         // Only heads of this ring are marked from now on.
-        let place = Place { entries: ring.size, ..account.place };
-        let account = Account { place, ..account };
+        let address = AccountAddress { entries: ring.size, ..account.address };
+        let account = Account { address, ..account };
         Ok((Self { account, counter, first_counter: counter, last_head, again }, recovery))
     }
 
@@ -113,7 +113,7 @@ impl Inflight {
     /// Marks heads in the order of the avail ring, before their requests have any effect.
     #[inline]
     pub(crate) fn seen(&mut self, heads: impl Iterator<Item = u16>) {
-        let (mut counter, account) = (self.counter, self.account.place);
+        let (mut counter, account) = (self.counter, self.account.address);
         for head in heads {
             if let Some(entry) = account.entry(head) {
                 account.mark(entry, counter);
@@ -126,7 +126,7 @@ impl Inflight {
 
     /// Removes the marks of heads that are left to the next process, the last head first: marked
     /// heads must precede unmarked ones in the ring.
-    pub(crate) fn leave(&mut self, heads: impl Iterator<Item = u16>) {
+    pub(crate) fn release(&mut self, heads: impl Iterator<Item = u16>) {
         for entry in heads.filter_map(|head| self.account.entry(head)) {
             self.account.unmark(entry);
             compiler_fence(Ordering::SeqCst);
@@ -159,7 +159,7 @@ impl Inflight {
     #[inline(never)]
     pub(crate) fn publish_one(&mut self, rings: &Rings, index: u16) {
         let (head, end) = (rings.used_head(index), index.wrapping_add(1));
-        let account = self.account.place;
+        let account = self.account.address;
         let Some(entry) = account.entry(head) else { return self.publish(rings, index, end) };
         account.set_next(entry, self.last_head);
         self.last_head = head;
@@ -175,35 +175,36 @@ impl Inflight {
 
 /// The account itself, in memory that the front-end shares.
 ///
-/// The start of `place` is aligned for a `u64`, and `memory` maps at least as many entries from
-/// there as `place` states. The front-end may write there at any time: every access is atomic, and
-/// every value that is read is checked.
+/// The start of `address` is aligned for a `u64`, and `memory` maps at least as many entries from
+/// there as `address` states. The front-end may write there at any time: every access is atomic,
+/// and every value that is read is checked.
 #[derive(Debug)]
 struct Account {
     memory: Arc<GuestMemory>,
-    place: Place,
+    address: AccountAddress,
 }
 
 /// The address of an account. A function that copies it loads it once, because the compiler knows
 /// that stores into the account do not change the copy.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct AccountAddress {
     start: *mut u8,
     entries: u16,
 }
 
 impl Deref for Account {
-    type Target = Place;
+    type Target = AccountAddress;
 
-    fn deref(&self) -> &Place {
-        &self.place
+    fn deref(&self) -> &AccountAddress {
+        &self.address
     }
 }
 
 impl Account {
     fn map(queue: &InflightAccount) -> Result<Self, InflightError> {
-        let place = Place { start: queue.host(RingLayout::Split)?, entries: queue.entries };
-        Ok(Self { memory: Arc::clone(&queue.memory), place })
+        let address =
+            AccountAddress { start: queue.host(RingLayout::Split)?, entries: queue.entries };
+        Ok(Self { memory: Arc::clone(&queue.memory), address })
     }
 
     /// Repairs the account for a ring. Returns the requests to be executed again, in no order. Each
@@ -276,7 +277,7 @@ impl Account {
     }
 }
 
-impl Place {
+impl AccountAddress {
     /// Returns the entry of a head. `None` if the driver wrote a head outside of the ring, which
     /// the walk of the chain reports.
     #[inline]

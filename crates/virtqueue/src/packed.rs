@@ -14,14 +14,14 @@ use std::sync::atomic::{Ordering, fence};
 
 use crate::avail_idx::Progress;
 use crate::chain::{self, Chain, DESC_F_NEXT};
-use crate::descriptor_ring::{DescriptorRing, UsedWord, Wish};
+use crate::descriptor_ring::{DescriptorRing, EventSuppression, UsedWord};
 use crate::error::{ChainFault, QueueError};
 use crate::inflight::{PackedInflight, Taken};
 use crate::memory::Descriptor;
 use crate::position::Position;
 use crate::queue_memory::{QueueMemory, lost_with_memory};
 use crate::split::QueueConfig;
-use walk::{Found, PackedLinks, Slots};
+use walk::{ChainFacts, PackedLinks, Slots};
 
 /// A packed virtqueue, as the device sees it. Belongs to one thread.
 ///
@@ -49,8 +49,9 @@ pub struct PackedQueue {
     in_device: u16,
     /// The number of chains that were popped. It wraps.
     popped: u32,
-    seen: Seen,
-    /// The place of the first used element that was not yet compared with the driver's wish.
+    seen: SeenChains,
+    /// The place of the first used element that was not yet compared with the driver's event
+    /// suppression.
     checked: Position,
     /// The number of descriptors from there on, up to a lap and one.
     unchecked: u16,
@@ -85,7 +86,7 @@ const NOT_IN_DEVICE: InDevice =
 /// Chains that were seen and not popped. A driver that changes their descriptors makes the numbers
 /// wrong, which only plans rely on.
 #[derive(Debug, Clone, Copy)]
-struct Seen {
+struct SeenChains {
     end: Position,
     chains: u16,
     descriptors: u16,
@@ -118,7 +119,7 @@ impl PackedQueue {
                 self.drop_lost()?;
             }
             // A driver that takes chains back has nothing to pop.
-            self.seen = Seen::none(self.next);
+            self.seen = SeenChains::none(self.next);
             return Ok(None);
         }
         self.memory.translator.start_chain();
@@ -162,12 +163,15 @@ impl PackedQueue {
         self.recovered -= 1;
         self.popped = self.popped.wrapping_add(1);
         // The account knows how many descriptors of the ring the chain has.
-        let found = Found { count: taken.count, ..found };
+        let found = ChainFacts { count: taken.count, ..found };
         Ok(Some(self.enter(found, taken.entry, true, fault)))
     }
 
     /// Walks the copy of a chain that an earlier process took.
-    fn walk_recovered(&mut self, taken: Taken) -> Result<(Option<ChainFault>, Found), QueueError> {
+    fn walk_recovered(
+        &mut self,
+        taken: Taken,
+    ) -> Result<(Option<ChainFault>, ChainFacts), QueueError> {
         let Self { memory, inflight: Some(inflight), config, .. } = self else {
             unreachable!("only an account has chains of earlier processes");
         };
@@ -191,12 +195,12 @@ impl PackedQueue {
     #[inline(always)]
     fn enter(
         &mut self,
-        found: Found,
+        found: ChainFacts,
         entry: u16,
         is_recovered: bool,
         fault: Option<ChainFault>,
     ) -> Chain {
-        let Found { id, count, addr, bytes, is_indirect } = found;
+        let ChainFacts { id, count, addr, bytes, is_indirect } = found;
         self.chains[usize::from(id)] =
             InDevice { count, entry, is_recovered, is_indirect, addr, bytes };
         self.in_device += 1;
@@ -293,9 +297,9 @@ impl PackedQueue {
         if count == 0 {
             return false;
         }
-        // The driver writes its wish and then reads the next used flags. We write these flags and
-        // then read the wish. Without a full fence on both sides, both could miss the opposite
-        // write.
+        // The driver writes its event suppression, and then reads the next used flags. We write
+        // these flags, and then read the suppression. Without a full fence on both sides, both
+        // could miss the opposite write.
         fence(Ordering::SeqCst);
         self.wants_call(since, count)
     }
@@ -303,12 +307,16 @@ impl PackedQueue {
     /// Returns true if `count` used descriptors from `since` on pass the driver's event.
     #[inline]
     fn wants_call(&self, since: Position, count: u16) -> bool {
-        match self.ring.driver_wish() {
-            Wish::Always => true,
-            Wish::Never => false,
+        match self.ring.driver_suppression() {
+            EventSuppression::Always => true,
+            EventSuppression::Never => false,
             // After more than a lap, the place does not tell laps apart.
-            Wish::At(event) if event.slot >= self.config.size || count > self.config.size => true,
-            Wish::At(event) => since.distance(event, self.config.size) < count,
+            EventSuppression::At(event)
+                if event.slot >= self.config.size || count > self.config.size =>
+            {
+                true
+            }
+            EventSuppression::At(event) => since.distance(event, self.config.size) < count,
         }
     }
 
@@ -334,14 +342,14 @@ impl PackedQueue {
     #[inline(never)]
     pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
         if fresh || self.seen.chains == 0 {
-            self.look()?;
+            self.scan()?;
         }
         Ok(self.recovered + self.seen.chains)
     }
 
     /// Counts the chains behind those that were seen.
     #[inline]
-    fn look(&mut self) -> Result<(), QueueError> {
+    fn scan(&mut self) -> Result<(), QueueError> {
         let size = self.config.size;
         while self.seen.descriptors < self.room {
             let head = self.seen.end;
@@ -377,8 +385,12 @@ impl PackedQueue {
     /// [`disable_kicks`](Self::disable_kicks) and pop them. After false it is safe to sleep.
     #[must_use = "chains that are available already may come without a kick"]
     pub fn enable_kicks(&mut self) -> bool {
-        let wish = if self.config.event_idx { Wish::At(self.next) } else { Wish::Always };
-        self.ring.store_device_wish(wish);
+        let suppression = if self.config.event_idx {
+            EventSuppression::At(self.next)
+        } else {
+            EventSuppression::Always
+        };
+        self.ring.store_device_suppression(suppression);
         self.mark_kick_wish();
         // The counterpart of the fence in `publish`, for available flags and the kick.
         fence(Ordering::SeqCst);
@@ -387,7 +399,7 @@ impl PackedQueue {
 
     /// Lets the driver omit kicks.
     pub fn disable_kicks(&mut self) {
-        self.ring.store_device_wish(Wish::Never);
+        self.ring.store_device_suppression(EventSuppression::Never);
         self.mark_kick_wish();
     }
 
@@ -436,11 +448,11 @@ impl PackedQueue {
     /// If [chains of an earlier process](Self::has_recovered) are still to be popped.
     pub fn unmark_rest(&mut self) {
         assert!(self.recovered == 0, "the ring does not have {} chains", self.recovered);
-        self.seen = Seen::none(self.next);
+        self.seen = SeenChains::none(self.next);
     }
 }
 
-impl Seen {
+impl SeenChains {
     fn none(next: Position) -> Self {
         Self { end: next, chains: 0, descriptors: 0 }
     }

@@ -145,7 +145,7 @@ fn documented_keys_of_disks_match_the_program() -> Result<()> {
 #[test]
 fn documented_names_of_disks_are_accepted() -> Result<()> {
     let kinds = expected("nothing")?;
-    let place = Place::new()?;
+    let place = ExampleFolder::new()?;
     let is_name = |span: &&str| {
         let scheme = span.split([',', ':']).next().unwrap_or_default();
         let kind = scheme.trim_end_matches("+unix");
@@ -180,7 +180,7 @@ fn documented_examples_of_disks_work() -> Result<()> {
             continue;
         }
         // Later examples of a part use the files of earlier ones.
-        let mut place = Place::new()?;
+        let mut place = ExampleFolder::new()?;
         place.folders.disk(DISK.0, DISK.1)?;
         for example in &part.examples {
             let done = place.try_example(example);
@@ -194,7 +194,7 @@ fn documented_examples_of_disks_work() -> Result<()> {
 }
 
 /// A folder in which examples run. Dropping it removes files and ends servers.
-struct Place {
+struct ExampleFolder {
     folders: TestFolders,
     /// The value of `PATH`.
     programs: String,
@@ -202,7 +202,7 @@ struct Place {
     nbd_servers: Vec<NbdServer>,
 }
 
-impl Place {
+impl ExampleFolder {
     fn new() -> Result<Self> {
         let folders = test_folders()?;
         let folder = folders.path("bin");

@@ -26,12 +26,12 @@ const PAUSE: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct LateLock {
     disk: DiskSource,
-    turns: Lock<Turns<Held>>,
+    turns: Lock<Turns<HeldLock>>,
 }
 
 /// The lock of a disk that a user has.
 #[derive(Debug)]
-struct Held {
+struct HeldLock {
     /// The claim of the lock. `None`: the disk is not in a local file.
     _claim: Option<Claim>,
     /// True if layers have read their content under this lock.
@@ -85,8 +85,8 @@ impl LateLock {
     }
 
     /// Locks the file, for no user yet.
-    fn try_take(&self) -> io::Result<Result<(u64, Held), Conflict>> {
-        let held = |claim| (0, Held { _claim: claim, is_ready: false });
+    fn try_take(&self) -> io::Result<Result<(u64, HeldLock), Conflict>> {
+        let held = |claim| (0, HeldLock { _claim: claim, is_ready: false });
         let Some(source) = self.disk.local() else { return Ok(Ok(held(None))) };
         let file = &*source.file;
         // Locks of one open file, which two disks may have, are not in each other's way.
@@ -108,8 +108,8 @@ impl LateLock {
     fn prepare(
         &self,
         user: u64,
-        (earlier, held): (u64, Held),
-        turns: &mut Turns<Held>,
+        (earlier, held): (u64, HeldLock),
+        turns: &mut Turns<HeldLock>,
     ) -> Result<(), Error> {
         if !held.is_ready {
             let begun = self.disk.hand_over().begin_use().and_then(|()| self.adopt_size());
@@ -119,7 +119,7 @@ impl LateLock {
                 return Err(error);
             }
         }
-        turns.begin(user.max(earlier), Held { is_ready: true, ..held });
+        turns.begin(user.max(earlier), HeldLock { is_ready: true, ..held });
         Ok(())
     }
 
@@ -163,13 +163,13 @@ impl LateLock {
     }
 
     /// Ends a use, and releases the lock if no data is lost.
-    fn end(&self, user: u64, held: Held, turns: &mut Turns<Held>) -> io::Result<()> {
+    fn end(&self, user: u64, held: HeldLock, turns: &mut Turns<HeldLock>) -> io::Result<()> {
         let ended = self.disk.hand_over().end_use();
         let Err(error) = ended.map_err(io::Error::other).and(self.sync()) else {
             self.unlock();
             return Ok(());
         };
-        turns.begin(user, Held { is_ready: false, ..held });
+        turns.begin(user, HeldLock { is_ready: false, ..held });
         let disk = self.disk.chain_text();
         let text = format!(
             "{disk}: the lock stays, because written data may be lost: {error}; do not continue on \

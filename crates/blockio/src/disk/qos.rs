@@ -22,7 +22,7 @@ use limits::{Buckets, Limits};
 /// request. Nothing else depends on a size, so no order is needed: a request is checked by the old
 /// size or the new one.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedState {
     size_bytes: AtomicU64,
     /// The size that users of the disk still believe in, if another process has changed it; 0 if
     /// they know the present one.
@@ -63,7 +63,7 @@ pub(crate) struct Rules {
     pub(crate) errors: ErrorPolicy,
 }
 
-impl Shared {
+impl SharedState {
     /// The state of a disk of this size.
     pub(crate) fn new(size_bytes: u64) -> Self {
         Self {
@@ -238,7 +238,7 @@ pub struct LimitGroup(Arc<Lock<Group>>);
 struct Group {
     limits: Limits,
     buckets: Option<Arc<Buckets>>,
-    members: Vec<Weak<Shared>>,
+    members: Vec<Weak<SharedState>>,
 }
 
 impl LimitGroup {
@@ -258,7 +258,7 @@ impl LimitGroup {
         if group.limits != limits {
             group.limits = limits;
             group.buckets = buckets(&limits);
-            let members: Vec<Arc<Shared>> =
+            let members: Vec<Arc<SharedState>> =
                 group.members.iter().filter_map(Weak::upgrade).collect();
             for member in members {
                 member.change(|rules| rules.shared.clone_from(&group.buckets));
@@ -286,10 +286,11 @@ impl LimitGroup {
 }
 
 /// Makes a disk a member of this group, and of no other.
-pub(crate) fn join(shared: &Arc<Shared>, group: Option<&LimitGroup>) {
+pub(crate) fn join(shared: &Arc<SharedState>, group: Option<&LimitGroup>) {
     let before = shared.rules.lock().group.clone();
     if let Some(before) = before {
-        let is_other = |member: &Weak<Shared>| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared));
+        let is_other =
+            |member: &Weak<SharedState>| !std::ptr::eq(member.as_ptr(), Arc::as_ptr(shared));
         before.0.lock().members.retain(is_other);
     }
     // The group stays locked, so that its limits do not change in between.
@@ -319,7 +320,7 @@ mod tests {
     }
 
     /// Returns true if requests pass limits: those of the disk, and those of its group.
-    fn passes(disk: &Shared) -> [bool; 2] {
+    fn passes(disk: &SharedState) -> [bool; 2] {
         let (_, rules) = disk.rules();
         let passes = [rules.own.is_some(), rules.shared.is_some()];
         let is_direct = passes == [false; 2];
@@ -331,7 +332,7 @@ mod tests {
     #[test]
     fn a_group_limits_its_members_alone() {
         let [one, other] = [(); 2].map(|()| LimitGroup::default());
-        let [disk, stays] = [(); 2].map(|()| Arc::new(Shared::new(BYTES)));
+        let [disk, stays] = [(); 2].map(|()| Arc::new(SharedState::new(BYTES)));
         one.set_limits(limits(10)).unwrap();
         [&disk, &stays].iter().for_each(|disk| join(disk, Some(&one)));
         assert_eq!([passes(&disk), passes(&stays)], [[false, true]; 2]);
@@ -362,7 +363,7 @@ mod tests {
     #[test]
     fn debts_of_limits_are_passed_on() {
         let limits = limits(1);
-        let [before, after] = [(); 2].map(|()| Shared::new(BYTES));
+        let [before, after] = [(); 2].map(|()| SharedState::new(BYTES));
         let groups = [(); 2].map(|()| LimitGroup::default());
         for disk in [&before, &after] {
             disk.set_limits(limits);
@@ -380,6 +381,6 @@ mod tests {
         assert!(after.debts()[0] > DEBT_NS / 2, "a smaller debt takes none away");
         after.set_debts(&[2 * DEBT_NS, 0]);
         assert!(after.debts()[0] <= DEBT_NS, "the debts of other limits");
-        assert_eq!(Shared::new(BYTES).debts(), []);
+        assert_eq!(SharedState::new(BYTES).debts(), []);
     }
 }

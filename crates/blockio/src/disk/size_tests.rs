@@ -144,7 +144,7 @@ fn the_size_is_that_of_the_look_that_began_last() {
     while other_end.asked() == 0 {
         std::thread::yield_now();
     }
-    other_end.tell_size(8192);
+    other_end.announce_size(8192);
     assert_eq!(source.refresh().unwrap(), 8192);
     other_end.keep_back(0);
     assert_eq!(older.join().unwrap(), 8192);

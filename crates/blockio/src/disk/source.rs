@@ -9,7 +9,7 @@ use super::driver::Driver;
 use super::file::size_probe::SizeProbe;
 use super::file::source::FileSource;
 use super::info::{Abilities, DiskInfo, DiskOptions, DiskState, Link, Placement};
-use super::qos::Shared;
+use super::qos::SharedState;
 use crate::config::EngineKind;
 use crate::error::Error;
 use crate::file::FileTable;
@@ -21,7 +21,7 @@ pub struct DiskSource {
     /// The facts at the time of opening.
     pub(super) info: DiskInfo,
     /// The facts that have changed since.
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) kind: SourceKind,
     /// The preferred engine, and the reason for it.
     pub(super) engine: Option<(EngineKind, Arc<str>)>,
@@ -60,7 +60,7 @@ impl DiskSource {
     pub(super) fn new(info: DiskInfo, kind: SourceKind) -> Self {
         Self {
             info,
-            shared: Arc::new(Shared::new(info.size_bytes)),
+            shared: Arc::new(SharedState::new(info.size_bytes)),
             kind,
             engine: None,
             files: None,

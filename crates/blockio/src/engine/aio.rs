@@ -134,8 +134,8 @@ impl Aio {
             self.retry.on_full();
             return false;
         }
-        let goes_on = self.submit_batch(self.queued.len().min(room).min(max), threads, done);
-        goes_on && (!self.queued.is_empty() || threads.queued() > 0)
+        let has_room = self.submit_batch(self.queued.len().min(room).min(max), threads, done);
+        has_room && (!self.queued.is_empty() || threads.queued() > 0)
     }
 
     /// Submits the first `count` queued ops, up to the first for another disk. Returns false if the

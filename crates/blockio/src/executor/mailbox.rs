@@ -94,7 +94,7 @@ impl Mailbox {
 
     /// Adds a post, and wakes the IoThread if needed. Returns false if the IoThread has ended.
     pub(crate) fn post(&self, add: impl FnOnce(&mut Posted)) -> bool {
-        let is_open = self.leave(add);
+        let is_open = self.post_quietly(add);
         if is_open && self.must_wake() {
             self.wake();
         }
@@ -103,7 +103,7 @@ impl Mailbox {
 
     /// Adds a post that waits until the loop wakes for another reason. Returns false if the
     /// IoThread has ended.
-    pub(crate) fn leave(&self, add: impl FnOnce(&mut Posted)) -> bool {
+    pub(crate) fn post_quietly(&self, add: impl FnOnce(&mut Posted)) -> bool {
         let mut inbox = self.inbox();
         if inbox.closed {
             return false;

@@ -49,7 +49,7 @@ impl Line {
     }
 
     /// Removes a member. Returns it if it waited.
-    fn leave(&mut self, number: u64, units: usize) -> Option<Waiter<usize>> {
+    fn release(&mut self, number: u64, units: usize) -> Option<Waiter<usize>> {
         let waiter = self.waiters.remove(number);
         if waiter.is_none() {
             self.in_use -= units;
@@ -81,12 +81,12 @@ impl Drop for Line {
 
 /// Removes a member and wakes the members that have its units now. `reach` locks or borrows the
 /// line. Wakers may run any code, so none is used or dropped before it is released.
-pub(crate) fn leave<L>(reach: impl Fn() -> L, number: u64, units: usize)
+pub(crate) fn release<L>(reach: impl Fn() -> L, number: u64, units: usize)
 where
     L: DerefMut<Target = Line>,
 {
     let mut line = reach();
-    let (gone, mut next) = (line.leave(number, units), line.grant());
+    let (gone, mut next) = (line.release(number, units), line.grant());
     drop(line);
     drop(gone);
     while let Some(waker) = next {
@@ -150,7 +150,7 @@ impl<S: Deref<Target = FairSemaphore>> Ticket<S> {
 
 impl<S: Deref<Target = FairSemaphore>> Drop for Ticket<S> {
     fn drop(&mut self) {
-        leave(|| self.semaphore.line(), self.number, 1);
+        release(|| self.semaphore.line(), self.number, 1);
     }
 }
 
@@ -267,20 +267,20 @@ mod tests {
         assert!(!waits(0));
         // The third is not polled before it has its units.
         assert!([1, 3, 4].into_iter().all(waits));
-        leave(|| line.borrow_mut(), numbers[0], 5);
+        release(|| line.borrow_mut(), numbers[0], 5);
         assert_eq!(woken.0.load(Ordering::Relaxed), 2);
         assert!(![1, 2, 3].into_iter().any(waits) && waits(4));
         line.borrow_mut().set_limit(3);
-        leave(|| line.borrow_mut(), numbers[1], 4);
+        release(|| line.borrow_mut(), numbers[1], 4);
         assert!(waits(4));
-        leave(|| line.borrow_mut(), numbers[2], 2);
+        release(|| line.borrow_mut(), numbers[2], 2);
         assert!(!waits(4) && woken.0.load(Ordering::Relaxed) == 3);
-        leave(|| line.borrow_mut(), numbers[3], 2);
-        leave(|| line.borrow_mut(), numbers[4], 1);
+        release(|| line.borrow_mut(), numbers[3], 2);
+        release(|| line.borrow_mut(), numbers[4], 1);
         // A single member has room, regardless of its units.
         let [large, small] = [100, 1].map(|units| line.borrow_mut().enter(units));
         assert_eq!((large.1, small.1), (false, true));
-        leave(|| line.borrow_mut(), large.0, 100);
-        leave(|| line.borrow_mut(), small.0, 1);
+        release(|| line.borrow_mut(), large.0, 100);
+        release(|| line.borrow_mut(), small.0, 1);
     }
 }

@@ -15,14 +15,14 @@ use crate::executor::sync::Lock;
 static CLAIMS: Lock<Vec<Entry>> = Lock::new(Vec::new());
 
 struct Entry {
-    place: Place,
+    file_id: FileId,
     is_written: bool,
     holder: Weak<()>,
 }
 
 /// A block device by its number, or another file by file system and inode.
 #[derive(PartialEq, Eq)]
-enum Place {
+enum FileId {
     Device(u64),
     File(u64, u64),
 }
@@ -33,8 +33,8 @@ pub(crate) struct Claim {
     _holder: Arc<()>,
 }
 
-impl Place {
-    fn of_file(file: impl AsFd) -> io::Result<Self> {
+impl FileId {
+    fn from_file(file: impl AsFd) -> io::Result<Self> {
         let found = fstat(file)?;
         Ok(match FileType::from_raw_mode(found.st_mode) {
             FileType::BlockDevice => Self::Device(found.st_rdev),
@@ -50,14 +50,15 @@ impl Claim {
     ///
     /// When the kernel does not describe the file.
     pub(crate) fn new(file: impl AsFd, is_written: bool) -> io::Result<Option<Self>> {
-        let place = Place::of_file(file)?;
+        let file_id = FileId::from_file(file)?;
         let mut claims = CLAIMS.lock();
         claims.retain(|claim| claim.holder.strong_count() > 0);
-        let is_in_way = |other: &Entry| other.place == place && (other.is_written || is_written);
+        let is_in_way =
+            |other: &Entry| other.file_id == file_id && (other.is_written || is_written);
         if claims.iter().any(is_in_way) {
             return Ok(None);
         }
-        Ok(Some(Self::add(&mut claims, place, is_written)))
+        Ok(Some(Self::add(&mut claims, file_id, is_written)))
     }
 
     /// Claims a file that another process has handed over, whoever else has claimed it.
@@ -66,13 +67,13 @@ impl Claim {
     ///
     /// As for [`new`](Self::new).
     pub(crate) fn inherit(file: impl AsFd, is_written: bool) -> io::Result<Self> {
-        let place = Place::of_file(file)?;
-        Ok(Self::add(&mut CLAIMS.lock(), place, is_written))
+        let file_id = FileId::from_file(file)?;
+        Ok(Self::add(&mut CLAIMS.lock(), file_id, is_written))
     }
 
-    fn add(claims: &mut Vec<Entry>, place: Place, is_written: bool) -> Self {
+    fn add(claims: &mut Vec<Entry>, file_id: FileId, is_written: bool) -> Self {
         let holder = Arc::new(());
-        claims.push(Entry { place, is_written, holder: Arc::downgrade(&holder) });
+        claims.push(Entry { file_id, is_written, holder: Arc::downgrade(&holder) });
         Self { _holder: holder }
     }
 }

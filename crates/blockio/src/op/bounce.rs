@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use crate::config::BounceConfig;
-use crate::executor::semaphore::{Line, leave};
+use crate::executor::semaphore::{Line, release};
 use crate::stats::Stats;
 use iomem::{Buffers, RepeatedBlock};
 
@@ -161,7 +161,7 @@ impl Drop for Permit {
             let budget = &self.share.budget;
             budget.set_in_use(budget.in_use.get() - self.bytes);
         }
-        leave(|| self.share.line(), self.number, self.bytes);
+        release(|| self.share.line(), self.number, self.bytes);
     }
 }
 

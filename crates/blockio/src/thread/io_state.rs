@@ -32,7 +32,7 @@ pub struct Io {
     pub(crate) ops: RefCell<Ops>,
     pub(crate) reactor: RefCell<Reactor>,
     pub(crate) stats: Arc<Stats>,
-    pub(crate) shared: Shared,
+    pub(crate) shared: SharedResources,
     pub(crate) settings: Settings,
     pub(crate) state: LoopState,
     pub(crate) checks: Checks,
@@ -49,7 +49,7 @@ pub(crate) struct Tasks {
 }
 
 /// Resources that disks and queues of an IoThread share.
-pub(crate) struct Shared {
+pub(crate) struct SharedResources {
     pub(crate) bounce_budget: BounceBudget,
     /// Objects by their keys: see [`Io::share`].
     pub(crate) objects: RefCell<Vec<(usize, Weak<dyn Any>)>>,
@@ -178,7 +178,7 @@ impl Io {
             },
             ops: RefCell::new(Ops { slots, engine, woken, events, mailbox }),
             reactor: RefCell::default(),
-            shared: Shared {
+            shared: SharedResources {
                 bounce_budget: BounceBudget::new(config.bounce, &stats),
                 objects: RefCell::default(),
             },

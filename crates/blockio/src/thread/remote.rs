@@ -40,8 +40,8 @@ impl Remote {
     /// Like [`post`](Self::post), but does not end a sleep: when the IoThread wakes for another
     /// reason, it runs `call` before its tasks. A thread that is just waking up may run it a turn
     /// later.
-    pub fn leave(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
-        self.mailbox.leave(|posted| posted.calls.push(erased(call)))
+    pub fn post_quietly(&self, call: impl FnOnce(&Rc<Io>) + Send + 'static) -> bool {
+        self.mailbox.post_quietly(|posted| posted.calls.push(erased(call)))
     }
 
     /// Like [`post`](Self::post), and waits for the result. `None` if the IoThread has ended.

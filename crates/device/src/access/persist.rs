@@ -239,9 +239,9 @@ impl Reservations {
     }
 
     /// Leaves the file of the reservations to another host.
-    pub(crate) fn leave_file(&self) {
+    pub(crate) fn release_file(&self) {
         if let StorageState::In(file) = &mut *self.file.lock() {
-            file.leave();
+            file.release();
         }
     }
 

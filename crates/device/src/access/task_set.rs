@@ -172,7 +172,7 @@ impl Cover {
     }
 
     /// Removes a counted task that ends or need not be awaited any longer.
-    fn leave(&mut self) {
+    fn remove(&mut self) {
         assert!(self.open > 0, "a task ends that was not counted");
         self.open -= 1;
     }
@@ -366,7 +366,7 @@ impl Tasks {
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
             if cover.finds(task, id) && cover.awaits(before) && !cover.awaits(task.resources) {
-                cover.leave();
+                cover.remove();
             }
         }
         let done = self.take_done(&mut covers);
@@ -408,19 +408,19 @@ impl Tasks {
         assert!(task.is_open, "a task ends once");
         let abort = task.abort;
         let has_covers = self.has_covers.get();
-        let waiting = if has_covers { self.leave_covers(task, number) } else { None };
+        let waiting = if has_covers { self.remove_from_covers(task, number) } else { None };
         task.is_open = false;
         Ended { abort, waiting }
     }
 
     #[cold]
     #[expect(clippy::box_collection, reason = "see `Ended`")]
-    fn leave_covers(&self, task: &TaskSlot, number: u16) -> Option<Box<Vec<Cover>>> {
+    fn remove_from_covers(&self, task: &TaskSlot, number: u16) -> Option<Box<Vec<Cover>>> {
         let id = self.id(number);
         let mut covers = self.covers.borrow_mut();
         for cover in covers.iter_mut() {
             if cover.finds(task, id) && cover.awaits(task.resources) {
-                cover.leave();
+                cover.remove();
             }
         }
         boxed(self.take_done(&mut covers))

@@ -40,7 +40,7 @@ impl DiskAccess {
         let mut turns = self.turns.lock();
         let has_begun = turns.extract_if(.., |other| *other == turn).next().is_some();
         if has_begun && turns.is_empty() {
-            self.reservations.leave_file();
+            self.reservations.release_file();
         }
     }
 }

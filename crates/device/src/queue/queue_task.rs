@@ -184,12 +184,12 @@ async fn finish<F: Future<Output = ()>>(
     requests: &mut TaskSet<F>,
     handler: &impl Handler,
 ) -> bool {
-    let mut told = None;
+    let mut reported = None;
     let left = loop {
         // The stop may have been cancelled and requested again with another kind since the last
         // pass.
         let kind = queue.stop_kind();
-        if told.replace(kind) != Some(kind) {
+        if reported.replace(kind) != Some(kind) {
             handler.stop(queue, kind);
         }
         poll_fn(|cx| {

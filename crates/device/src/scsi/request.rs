@@ -151,8 +151,8 @@ impl RequestHandler {
         (task, head): (u16, u16),
     ) -> Result<Route, Refused> {
         let unit = &local.unit;
-        let heard = |sense| refused(unit.attentions.take().unwrap_or(sense));
-        let command = cdb.command().map_err(heard)?;
+        let refusal = |sense| refused(unit.attentions.take().unwrap_or(sense));
+        let command = cdb.command().map_err(refusal)?;
         let op = command.op;
         if unit.attentions.has_any()
             && !matches!(op, Op::Inquiry | Op::ReportLuns | Op::RequestSense)

@@ -56,8 +56,8 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
     };
     let [_, _, d0, d1, ..] = *header;
     // Incomplete descriptors, and bytes beyond the list, are ignored.
-    let said = usize::from(u16::from_be_bytes([d0, d1])).min(length - HEADER_BYTES);
-    let descriptors = &descriptors[..said.min(descriptors.len())];
+    let listed = usize::from(u16::from_be_bytes([d0, d1])).min(length - HEADER_BYTES);
+    let descriptors = &descriptors[..listed.min(descriptors.len())];
     let block = u64::from(disk.info().logical_block_bytes);
     let mut ranges = Vec::with_capacity(descriptors.len() / DESCRIPTOR_BYTES);
     let mut blocks: u64 = 0;
@@ -74,7 +74,7 @@ fn ranges(disk: &Disk, length: usize, data: &Data) -> Result<Vec<Range>, Failure
         }
         ranges.push(range);
     }
-    if said / DESCRIPTOR_BYTES > most {
+    if listed / DESCRIPTOR_BYTES > most {
         // The field with the length of all descriptors.
         return Err(Sense::in_list(2, None).into());
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::connect::Connected;
 use super::pipe::{Pipe, key_of};
 use super::requests::Requests;
-use super::shared::{Orphan, Shared};
+use super::shared::{Orphan, SharedExport};
 
 /// The requests of an abandoned connection.
 pub(super) struct AbandonedRequests {
@@ -45,7 +45,7 @@ impl AbandonedRequests {
 }
 
 /// Reduces the ranges of a holder to `remaining`, and tries waiting requests again.
-pub(super) fn release_except(shared: &Arc<Shared>, holder: u64, remaining: Vec<Range<u64>>) {
+pub(super) fn release_except(shared: &Arc<SharedExport>, holder: u64, remaining: Vec<Range<u64>>) {
     shared.held.replace(holder, remaining);
     let key = key_of(shared);
     shared.on_pipes(move |io| {

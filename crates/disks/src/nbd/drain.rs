@@ -9,7 +9,7 @@ use blockio::driver::Interest;
 use super::abandoned::{AbandonedRequests, release_except};
 use super::flow::{Broken, Flow};
 use super::pipe::{Pipe, key_of};
-use super::shared::{Orphan, Shared};
+use super::shared::{Orphan, SharedExport};
 use super::socket_source::Watched;
 
 /// The interval at which requests without an answer are checked.
@@ -66,7 +66,7 @@ pub(super) fn hand_to_another(
     publish_orphan(&pipe.shared, abandoned.orphan(flow.into_connected(), close_is_visible));
 }
 
-fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
+fn publish_orphan(shared: &Arc<SharedExport>, orphan: Orphan) {
     shared.put_orphan(orphan);
     let key = key_of(shared);
     shared.on_pipes(move |io| {
@@ -77,7 +77,7 @@ fn publish_orphan(shared: &Arc<Shared>, orphan: Orphan) {
 }
 
 /// Releases the changes of connections without a task, if the server has ended them.
-pub(super) fn release_closed_orphans(shared: &Arc<Shared>) {
+pub(super) fn release_closed_orphans(shared: &Arc<SharedExport>) {
     for Orphan { connected, close_is_visible, holder } in shared.take_orphans() {
         let mut flow = Flow::new(0, connected);
         let broken = flow.discard().err();
@@ -168,14 +168,14 @@ impl AbandonedConnection {
                 flow.may_receive();
             }
             let requests = &mut abandoned.requests;
-            let went_on = match *signal {
+            let progress = match *signal {
                 DrainSignal::Answers => {
                     flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
                 }
                 DrainSignal::Close => flow.discard(),
                 DrainSignal::Nothing => Ok(false),
             };
-            match went_on {
+            match progress {
                 Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(abandoned) => {
                     break;
                 }

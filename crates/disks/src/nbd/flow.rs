@@ -10,7 +10,7 @@ use super::answer::Action;
 use super::connect::Connected;
 use super::handshake::Facts;
 use super::requests::{Requests, State, is_large_read};
-use super::shared::Shared;
+use super::shared::SharedExport;
 use super::transport::{Ranges, ReceiveRanges, SendRanges, Transferred, Transport};
 use super::wire::{
     Command, Header, Parsed, REPLY_BYTES_MAX, Reply, ReplyContent, Request, Violation, parse,
@@ -266,7 +266,7 @@ impl Flow {
     pub(super) fn receive(
         &mut self,
         requests: &mut Requests,
-        shared: &Shared,
+        shared: &SharedExport,
     ) -> Result<bool, Broken> {
         // The last call may have left replies.
         self.zeroed = 0;
@@ -293,7 +293,11 @@ impl Flow {
         Ok(true)
     }
 
-    fn parse_received(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Broken> {
+    fn parse_received(
+        &mut self,
+        requests: &mut Requests,
+        shared: &SharedExport,
+    ) -> Result<(), Broken> {
         self.parse_staged(requests, shared).map_err(|violation| match violation {
             SHUTS_DOWN => Broken::Unusable("the server is shutting down".to_owned()),
             Violation(what) => {
@@ -369,7 +373,11 @@ impl Flow {
         self.end += bytes - direct;
     }
 
-    fn parse_staged(&mut self, requests: &mut Requests, shared: &Shared) -> Result<(), Violation> {
+    fn parse_staged(
+        &mut self,
+        requests: &mut Requests,
+        shared: &SharedExport,
+    ) -> Result<(), Violation> {
         loop {
             if let Some(data) = &mut self.data {
                 let here = self.staging.get(self.start..self.end).unwrap_or_default();
@@ -410,7 +418,7 @@ impl Flow {
         &mut self,
         requests: &mut Requests,
         reply: &Reply,
-        shared: &Shared,
+        shared: &SharedExport,
     ) -> Result<(), Violation> {
         let number = u32::try_from(reply.cookie & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         let slot = requests.slots.get_mut(number as usize).filter(|slot| {
@@ -445,7 +453,7 @@ impl Flow {
         &mut self,
         requests: &mut Requests,
         number: u32,
-        shared: &Shared,
+        shared: &SharedExport,
     ) -> Result<(), Violation> {
         let slot = &requests.slots[number as usize];
         let result = slot.progress.finish(&slot.request())?;

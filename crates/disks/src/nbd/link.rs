@@ -15,7 +15,7 @@ use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
 use super::pipe::{Pipe, key_of, record_size};
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, log_unflushed};
-use super::shared::{Condition, Home, Shared};
+use super::shared::{Condition, Home, SharedExport};
 use super::socket_source::Watched;
 use super::transport::TcpHealth;
 use super::wire::Framing;
@@ -24,7 +24,12 @@ use super::wire::Framing;
 const REPLACE_MAX: Duration = Duration::from_millis(250);
 
 /// Makes the connections of an IoThread, in tasks.
-pub(super) fn start(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Pipe> {
+pub(super) fn start(
+    io: &Rc<Io>,
+    shared: &Arc<SharedExport>,
+    number: u64,
+    links: usize,
+) -> Rc<Pipe> {
     let pipe = Pipe::new(io, shared, number, links);
     for index in 0..links {
         io.spawn(serve_link(Service { pipe: Rc::clone(&pipe) }, index));
@@ -200,7 +205,7 @@ impl Pipe {
 
 /// Refuses a connection that offers less than when the disk was opened. Takes its size over.
 fn check(
-    shared: &Arc<Shared>,
+    shared: &Arc<SharedExport>,
     made: Connected,
     asked: QuestionNumber,
 ) -> Result<Connected, String> {
@@ -220,7 +225,7 @@ fn check(
 
 /// Refuses facts that offer less than when the disk was opened. The export may be a different one,
 /// so none of its facts count.
-pub(super) fn check_not_less(shared: &Shared, now: &Facts) -> Result<(), String> {
+pub(super) fn check_not_less(shared: &SharedExport, now: &Facts) -> Result<(), String> {
     let then = &shared.facts;
     // Without MULTI_CONN a flush covers its own connection alone.
     let needed = match shared.read_only {
@@ -269,15 +274,15 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
             check_silence(pipe, flow)?;
             pipe.expire();
         }
-        let (went_on, is_busy) = {
+        let (progress, is_busy) = {
             let requests = &mut *pipe.requests.borrow_mut();
-            let went_on = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
+            let progress = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
             // An answer may have queued a flush.
-            let went_on = went_on.and_then(|has_more| flow.send(requests).map(|()| has_more));
-            (went_on, flow.is_busy(requests))
+            let progress = progress.and_then(|has_more| flow.send(requests).map(|()| has_more));
+            (progress, flow.is_busy(requests))
         };
         pipe.settle();
-        if went_on? {
+        if progress? {
             io.wake_me();
         }
         if is_check_due {
@@ -341,7 +346,7 @@ fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
 
 /// Ends the connections when the last user of the disk is gone.
 pub(super) struct Handle {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedExport>,
 }
 
 impl Handle {
@@ -375,7 +380,7 @@ pub(super) enum ConnectionChoice {
 
 impl ConnectionChoice {
     /// Finds existing connections, or makes new ones, as far as the server allows that.
-    pub(super) fn find(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
+    pub(super) fn find(io: &Rc<Io>, shared: &Arc<SharedExport>) -> Self {
         if let Some(pipe) = io.shared::<Pipe>(key_of(shared)) {
             return Self::Local(pipe);
         }

@@ -28,13 +28,13 @@ use super::connect::QuestionNumber;
 use super::handshake::Facts;
 use super::loaned_op::{Borrower, LoanedMemory};
 use super::requests::{Done, IssuedRequest, Link, Requests, Slot, State, Waiter};
-use super::shared::Shared;
+use super::shared::SharedExport;
 use super::wire::{Command, Request};
 
 /// The connections of one IoThread to an export, with all requests that they carry.
 pub(super) struct Pipe {
     pub(super) io: Rc<Io>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedExport>,
     pub(super) number: u64,
     pub(super) requests: RefCell<Requests>,
     /// The number of tasks of its connections that have not ended.
@@ -45,7 +45,12 @@ pub(super) struct Pipe {
 
 impl Pipe {
     /// Makes a pipe without connections yet, which is found by [`key_of`].
-    pub(super) fn new(io: &Rc<Io>, shared: &Arc<Shared>, number: u64, links: usize) -> Rc<Self> {
+    pub(super) fn new(
+        io: &Rc<Io>,
+        shared: &Arc<SharedExport>,
+        number: u64,
+        links: usize,
+    ) -> Rc<Self> {
         let pipe = Rc::new(Self {
             io: Rc::clone(io),
             shared: Arc::clone(shared),
@@ -354,7 +359,7 @@ impl Pipe {
 /// are replaced: each has its own size. Returns the size before, or `None` if a newer answer
 /// counts.
 pub(super) fn record_size(
-    shared: &Arc<Shared>,
+    shared: &Arc<SharedExport>,
     size_bytes: u64,
     asked: QuestionNumber,
 ) -> Option<u64> {
@@ -381,7 +386,7 @@ impl Drop for Pipe {
 }
 
 /// The key under which an IoThread keeps its pipe.
-pub(super) fn key_of(shared: &Arc<Shared>) -> usize {
+pub(super) fn key_of(shared: &Arc<SharedExport>) -> usize {
     Arc::as_ptr(shared).addr()
 }
 

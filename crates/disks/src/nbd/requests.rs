@@ -11,7 +11,7 @@ use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
 use super::loaned_op::Borrower;
-use super::shared::Shared;
+use super::shared::SharedExport;
 use super::wire::{Command, FLAG_FUA, Request};
 
 /// A request as it was made.
@@ -195,7 +195,7 @@ impl Requests {
         &mut self,
         number: u32,
         result: Result<Extent, i32>,
-        shared: &Shared,
+        shared: &SharedExport,
     ) {
         let slot = &self.slots[number as usize];
         if let (Command::Flush, Err(errno)) = (slot.request().command, result) {
@@ -211,7 +211,7 @@ impl Requests {
     }
 
     /// Makes a link flush its write for a request.
-    fn flush_by(&mut self, index: usize, number: u32, shared: &Shared) {
+    fn flush_by(&mut self, index: usize, number: u32, shared: &SharedExport) {
         let serial = self.next_serial();
         let (slot, link) = (&mut self.slots[number as usize], &mut self.links[index]);
         slot.serial = serial;
@@ -223,7 +223,12 @@ impl Requests {
     }
 
     /// Ends a request.
-    pub(super) fn finish(&mut self, number: u32, result: Result<Extent, i32>, shared: &Shared) {
+    pub(super) fn finish(
+        &mut self,
+        number: u32,
+        result: Result<Extent, i32>,
+        shared: &SharedExport,
+    ) {
         let slot = &mut self.slots[number as usize];
         let request = slot.request();
         if let State::Sent(index) = slot.state {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use blockio::clock;
 
 use super::pipe::Pipe;
-use super::shared::{Shared, UnflushedChanges};
+use super::shared::{SharedExport, UnflushedChanges};
 
 /// The wait before the server is tried again. It doubles from the first to the second.
 pub(super) const RETRY_MIN: Duration = Duration::from_millis(50);
@@ -107,7 +107,7 @@ impl Retry {
 }
 
 /// Logs the state of changes that were not flushed; a loss in any case.
-pub(super) fn log_unflushed(shared: &Shared, unflushed: UnflushedChanges, is_logged: bool) {
+pub(super) fn log_unflushed(shared: &SharedExport, unflushed: UnflushedChanges, is_logged: bool) {
     let (name, _span) = (&shared.options, shared.span.enter());
     match unflushed {
         UnflushedChanges::Lost => tracing::error!(

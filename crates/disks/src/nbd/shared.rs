@@ -14,10 +14,10 @@ use tracing::Span;
 use super::connect::{Connected, QuestionNumber};
 use super::handshake::{Facts, can};
 use super::options::NbdOptions;
-use super::write_fence::Held;
+use super::write_fence::HeldRanges;
 
 /// The state that all IoThreads share.
-pub(super) struct Shared {
+pub(super) struct SharedExport {
     pub(super) options: NbdOptions,
     /// The span in which the disk was opened, for its lines in the log.
     pub(super) span: Span,
@@ -37,7 +37,7 @@ pub(super) struct Shared {
     /// True if written data may be lost, and flushes fail.
     is_lost: AtomicBool,
     /// Changes that abandoned requests may still make.
-    pub(super) held: Held,
+    pub(super) held: HeldRanges,
     /// The number of answered changes; and the number of these that an answered flush has covered.
     changes: AtomicU64,
     flushed: AtomicU64,
@@ -127,7 +127,7 @@ impl Condition {
     }
 }
 
-impl Shared {
+impl SharedExport {
     pub(super) fn new(
         options: NbdOptions,
         read_only: bool,
@@ -158,7 +158,7 @@ impl Shared {
             is_abandoned: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
-            held: Held::default(),
+            held: HeldRanges::default(),
             changes: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
             state: Lock::new(state),

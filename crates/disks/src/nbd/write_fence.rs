@@ -8,7 +8,7 @@ use blockio::executor::Lock;
 
 /// Ranges of an export that are held, with their holders.
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct HeldRanges {
     /// The number of ranges: requests check the list only if there are any.
     count: AtomicUsize,
     ranges: Lock<Ranges>,
@@ -20,7 +20,7 @@ struct Ranges {
     all: Vec<(u64, Range<u64>)>,
 }
 
-impl Held {
+impl HeldRanges {
     /// Holds these ranges. Returns the number of their holder.
     pub(super) fn add(&self, ranges: Vec<Range<u64>>) -> u64 {
         let holder = {
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn a_range_is_held_until_its_last_holder_releases_it() {
-        let held = Held::default();
+        let held = HeldRanges::default();
         assert!(!held.has(&(0..u64::MAX)) && !held.has_any());
         let first = held.add(vec![0..10, 20..30]);
         let second = held.add(vec![25..30, 30..40]);

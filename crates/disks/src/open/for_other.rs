@@ -34,24 +34,24 @@ pub fn open_files(
     open: &mut OpenForOther<'_>,
 ) -> Result<Vec<(PathBuf, File)>> {
     let mut files = Vec::new();
-    add_files(disk, options, &mut Opener { open, look: None }, &mut files)?;
+    add_files(disk, options, &mut Opener { open, look_up: None }, &mut files)?;
     Ok(files)
 }
 
 /// Like [`open_files`], for a program that asks with fewer rights than this one has: backing files
-/// are looked up by `look`, and so no error tells of a file that it does not permit.
+/// are looked up by `look_up`, and so no error tells of a file that it does not permit.
 ///
 /// # Errors
 ///
-/// Like [`open_files`], and errors of `look`.
+/// Like [`open_files`], and errors of `look_up`.
 pub fn open_files_by(
     disk: &DiskSpec,
     options: &DiskOptions,
     open: &mut OpenForOther<'_>,
-    look: &LookUp<'_>,
+    look_up: &LookUp<'_>,
 ) -> Result<Vec<(PathBuf, File)>> {
     let mut files = Vec::new();
-    add_files(disk, options, &mut Opener { open, look: Some(look) }, &mut files)?;
+    add_files(disk, options, &mut Opener { open, look_up: Some(look_up) }, &mut files)?;
     Ok(files)
 }
 
@@ -59,7 +59,7 @@ pub fn open_files_by(
 struct Opener<'a, 'b> {
     open: &'a mut OpenForOther<'b>,
     #[cfg_attr(not(feature = "qcow2"), expect(dead_code, reason = "only images look files up"))]
-    look: Option<&'a LookUp<'a>>,
+    look_up: Option<&'a LookUp<'a>>,
 }
 
 fn add_files(
@@ -122,7 +122,8 @@ fn add_backing(
     if format.is_some() && !is_image(&source)? {
         return Ok(());
     }
-    let image = ImageFile { source, file: Some(file), allowed, files: None, look: opener.look };
+    let image =
+        ImageFile { source, file: Some(file), allowed, files: None, look_up: opener.look_up };
     open_layers(image, |path, within, by_image| {
         let opened =
             (opener.open)(path, &DiskOptions { within: within.cloned(), ..options.clone() })?;

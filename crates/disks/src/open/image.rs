@@ -64,13 +64,13 @@ pub(super) fn open_qcow2(
 /// Opens the layers of a qcow2 image, from the top. `open_backing` also gets the path to which the
 /// name in the image leads.
 pub(super) fn open_layers(
-    ImageFile { source, file, allowed, files, look }: ImageFile<'_>,
+    ImageFile { source, file, allowed, files, look_up }: ImageFile<'_>,
     mut open_backing: impl FnMut(&Path, Option<&Folder>, &Path) -> Result<DiskSource>,
 ) -> Result<Vec<Layer>> {
     let mut layers = vec![Layer::qcow2(source)?];
     let outer = file.map_or("the image".to_owned(), |path| path.display().to_string());
     let mut finder = BackingSearch::new(file, allowed, layers[0].source());
-    (finder.files, finder.look) = (files, look);
+    (finder.files, finder.look_up) = (files, look_up);
     let mut image = file.map(Path::to_owned);
     while let Some(named) = layers.last().and_then(Layer::backing).cloned() {
         let of = image.as_deref().map_or("the image".to_owned(), |path| path.display().to_string());
@@ -133,7 +133,7 @@ struct BackingSearch<'a> {
     seen: Vec<(Id, PathBuf)>,
     /// Files that are open already. The program that opened them has searched for them.
     files: Option<&'a FileTable>,
-    look: Option<&'a LookUp<'a>>,
+    look_up: Option<&'a LookUp<'a>>,
 }
 
 impl<'a> BackingSearch<'a> {
@@ -142,7 +142,7 @@ impl<'a> BackingSearch<'a> {
         let data = image.and_then(|path| Some((path.metadata().ok()?, path)));
         let seen = data.map(|(data, path)| ((data.dev(), data.ino()), path.to_owned()));
         let seen = seen.into_iter().collect();
-        Self { image, allowed, is_in_file, seen, files: None, look: None }
+        Self { image, allowed, is_in_file, seen, files: None, look_up: None }
     }
 
     /// Finds the file that an image at `image` names.
@@ -202,8 +202,8 @@ impl<'a> BackingSearch<'a> {
         let name = self.within(&path).with_context(outside)?;
         let folder = Folder::open(folder)
             .with_context(|| format!("cannot open the folder {}", folder.display()))?;
-        let place = match (self.look, folder.find(&name)) {
-            (Some(look), _) => look(&path)?,
+        let place = match (self.look_up, folder.find(&name)) {
+            (Some(look_up), _) => look_up(&path)?,
             (None, Err(error)) if error.raw_os_error() == Some(libc::EXDEV) => bail!(outside()),
             (None, found) => found.with_context(|| absent(&path))?,
         };
@@ -228,8 +228,8 @@ impl<'a> BackingSearch<'a> {
                 ),
                 (false, Some(folder)) => {
                     Folder::open(folder).map_err(Into::into).and_then(|folder| {
-                        let place = match self.look {
-                            Some(look) => look(&folder.join(name))?,
+                        let place = match self.look_up {
+                            Some(look_up) => look_up(&folder.join(name))?,
                             None => folder.find(name)?,
                         };
                         Ok((Some(folder), place))
@@ -250,7 +250,7 @@ impl<'a> BackingSearch<'a> {
     }
 
     fn place_of(&self, path: &Path) -> Result<File> {
-        self.look.map_or_else(|| place_of(path), |look| look(path))
+        self.look_up.map_or_else(|| place_of(path), |look_up| look_up(path))
     }
 
     /// Refuses a file that is one of the layers above it.
@@ -306,8 +306,14 @@ mod tests {
 
     fn find(image: Option<&Path>, allowed: &BackingFiles, name: &str) -> Result<PathBuf, String> {
         let is_in_file = image.is_some_and(Path::is_file);
-        let mut finder =
-            BackingSearch { image, allowed, is_in_file, seen: Vec::new(), files: None, look: None };
+        let mut finder = BackingSearch {
+            image,
+            allowed,
+            is_in_file,
+            seen: Vec::new(),
+            files: None,
+            look_up: None,
+        };
         let found = finder.find(name, image).map_err(|error| format!("{error:#}"))?;
         let file = match &found.within {
             Some(folder) => folder.join(&found.file),
@@ -371,7 +377,8 @@ mod tests {
             let files = Some(&files);
             let image = Some(&*image);
             let (is_in_file, seen) = (true, Vec::new());
-            let mut finder = BackingSearch { image, allowed, is_in_file, seen, files, look: None };
+            let mut finder =
+                BackingSearch { image, allowed, is_in_file, seen, files, look_up: None };
             assert_eq!(finder.find("base", image).is_ok(), is_found, "{allowed:?}");
         }
     }
@@ -391,7 +398,7 @@ mod tests {
             is_in_file: true,
             seen: Vec::new(),
             files: None,
-            look: None,
+            look_up: None,
         };
         finder.find("middle", image).unwrap();
         finder.find("base", image).unwrap();

@@ -20,7 +20,7 @@ pub(super) struct ImageFile<'a> {
     /// Files that are open already.
     pub(super) files: Option<&'a FileTable>,
     /// The look-up of files for a program with fewer rights than this one.
-    pub(super) look: Option<&'a LookUp<'a>>,
+    pub(super) look_up: Option<&'a LookUp<'a>>,
 }
 
 /// Opens the file at a path as a place only (`O_PATH`), if a program may know of that file.

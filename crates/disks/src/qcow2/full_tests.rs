@@ -61,7 +61,7 @@ fn an_image_does_not_wait_for_the_size_of_its_remote_end() {
     assert_eq!(source.refresh().unwrap(), 24 * MIB as u64);
     let first = fill(&thread, &disk, 0);
     assert_eq!(end.asked(), 0);
-    end.tell_size(4 * MIB as u64);
+    end.announce_size(4 * MIB as u64);
     assert!(fill(&thread, &disk, first) > first);
     assert_eq!(end.asked(), 0);
 }
@@ -124,7 +124,7 @@ fn an_image_uses_only_whole_blocks_of_its_remote_end() {
     let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
     let disk = source.attach(thread.io());
     let first = fill(&thread, &disk, 0);
-    end.tell_size(4 * MIB as u64 - 512);
+    end.announce_size(4 * MIB as u64 - 512);
     assert!(fill(&thread, &disk, first) > first);
 }
 

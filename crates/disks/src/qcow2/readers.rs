@@ -12,14 +12,14 @@ use blockio::executor::Lock;
 pub(super) struct Readers {
     round: AtomicUsize,
     counts: [AtomicUsize; 2],
-    waiting: Lock<Option<Waiting>>,
+    waiting: Lock<Option<WaitingOwner>>,
 }
 
-struct Waiting(ForeignCompleter);
+struct WaitingOwner(ForeignCompleter);
 
-impl std::fmt::Debug for Waiting {
+impl std::fmt::Debug for WaitingOwner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Waiting")
+        f.write_str("WaitingOwner")
     }
 }
 
@@ -59,7 +59,7 @@ impl Readers {
     fn end(&self, round: usize) {
         if self.add(round, -1) == 0 && round != self.round.load(Ordering::Relaxed) {
             let waiting = self.waiting.lock().take();
-            if let Some(Waiting(completer)) = waiting {
+            if let Some(WaitingOwner(completer)) = waiting {
                 completer.complete(Ok(0));
             }
         }
@@ -75,7 +75,7 @@ impl Readers {
         if self.counts[round].load(Ordering::Relaxed) == 0 {
             completer.complete(Ok(0));
         } else {
-            *self.waiting.lock() = Some(Waiting(completer));
+            *self.waiting.lock() = Some(WaitingOwner(completer));
         }
     }
 }

@@ -13,7 +13,7 @@ use blockio::disk::{Extent, TransferError};
 use blockio::driver::{BounceShare, CopyTurns, Driver, ForeignOp, Request, in_parts};
 use iomem::{Buffers, LentBlock, fits};
 
-use super::shared::Shared;
+use super::shared::SharedImage;
 
 /// The most objects of an image in a piece of a discard. librbd makes an operation for each at
 /// once, and other requests would have to wait for all of them.
@@ -27,7 +27,7 @@ const TRANSFER_MAX: usize = 1 << 20;
 
 /// An image on one IoThread.
 pub(super) struct RbdDisk {
-    shared: Arc<Shared>,
+    shared: Arc<SharedImage>,
     share: Rc<BounceShare>,
     copies: Rc<CopyTurns>,
     io: Rc<Io>,
@@ -41,7 +41,7 @@ struct Piece {
 }
 
 impl RbdDisk {
-    pub(super) fn new(shared: &Arc<Shared>, io: &Rc<Io>) -> Self {
+    pub(super) fn new(shared: &Arc<SharedImage>, io: &Rc<Io>) -> Self {
         let share = io.bounce_share(shared);
         let copies = CopyTurns::for_disk(io, shared);
         Self { shared: Arc::clone(shared), share, copies, io: Rc::clone(io) }
@@ -255,7 +255,8 @@ mod tests {
         fn new() -> Self {
             let fake = FakeImage::new(&[1; BYTES]);
             let thread = IoThread::new(&IoThreadConfig::default()).unwrap();
-            let shared = Shared::new(fake.open(), "image".to_owned(), BYTES as u64, OBJECT_BYTES);
+            let shared =
+                SharedImage::new(fake.open(), "image".to_owned(), BYTES as u64, OBJECT_BYTES);
             let disk = RbdDisk::new(&Arc::new(shared), thread.io());
             Self { thread, fake, disk }
         }

@@ -14,7 +14,7 @@ use super::image::Image;
 const DISCARDS_AT_ONCE: usize = 4;
 
 /// An image, and its known properties.
-pub(super) struct Shared {
+pub(super) struct SharedImage {
     pub(super) image: Image,
     /// The name in messages.
     pub(super) name: String,
@@ -44,7 +44,7 @@ struct SizeQueries {
     ops: Vec<usize>,
 }
 
-impl Shared {
+impl SharedImage {
     pub(super) fn new(image: Image, name: String, size_bytes: u64, object_bytes: u64) -> Self {
         Self {
             image,
@@ -160,8 +160,8 @@ mod tests {
     use super::*;
     use crate::rbd::image::fake::FakeImage;
 
-    fn shared(fake: &FakeImage) -> Shared {
-        Shared::new(fake.open(), "image".to_owned(), 8192, 4096)
+    fn shared(fake: &FakeImage) -> SharedImage {
+        SharedImage::new(fake.open(), "image".to_owned(), 8192, 4096)
     }
 
     #[test]

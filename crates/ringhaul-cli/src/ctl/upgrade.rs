@@ -177,7 +177,7 @@ fn wait(
             }
             Err(error) => {
                 // It may have taken over and be about to serve.
-                successor.leave();
+                successor.detach();
                 return Err(error);
             }
         };
@@ -185,7 +185,7 @@ fn wait(
             (SuccessorProgress { has_taken_over: true, .. }, _) => {
                 let has_ended = || !matches!(successor.try_wait(), Ok(None));
                 wait_until_served(control, process, has_ended)?;
-                successor.leave();
+                successor.detach();
                 return Ok(Ok(taken));
             }
             (SuccessorProgress { has_asked: true, .. }, Some(_)) if limit < REASON_MAX => {

@@ -279,8 +279,8 @@ impl Export {
 
     pub(super) fn deadline(&self) -> Option<Instant> {
         let session = self.session.as_ref().and_then(Session::deadline);
-        let looks = self.paused_until.into_iter().chain(self.memory_watch.deadline());
-        session.into_iter().chain(looks).min()
+        let checks = self.paused_until.into_iter().chain(self.memory_watch.deadline());
+        session.into_iter().chain(checks).min()
     }
 
     pub(super) fn add_polls<'fd>(

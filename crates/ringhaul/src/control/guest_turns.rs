@@ -24,13 +24,13 @@ pub(crate) struct GuestTurns {
     locks: Arc<DiskLocks>,
     /// Held while a turn begins or ends, which may wait for a file system. The size of a disk is
     /// held before it.
-    turn: Lock<Turn>,
+    turn: Lock<TurnRecord>,
     /// Changed only by a holder of the turn's lock, and never held while waiting.
     states: Lock<States>,
 }
 
 #[derive(Default)]
-struct Turn {
+struct TurnRecord {
     users: Turns,
     /// The highest number of a user with a turn that has begun.
     begun: u64,
@@ -142,7 +142,7 @@ impl GuestTurns {
     }
 
     /// Ends the use of the disk of a unit that was removed, unless another unit has that disk.
-    pub(crate) fn leave(&self, access: &Arc<DiskAccess>) {
+    pub(crate) fn end_use(&self, access: &Arc<DiskAccess>) {
         let turn = self.turn.lock();
         let is_used = self.accesses().iter().any(|other| Arc::ptr_eq(other, access));
         if let Some(user) = turn.users.holder().filter(|_| !is_used) {
@@ -434,7 +434,7 @@ pub(crate) mod tests {
         scsi.add_unit(second.address(), source, other).unwrap();
         let remove = |place: UnitPlace| {
             scsi.remove_unit(place.address()).unwrap().close();
-            here.leave(&access);
+            here.end_use(&access);
         };
         here.take(1).unwrap();
         remove(second);

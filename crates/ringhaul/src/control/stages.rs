@@ -226,19 +226,19 @@ impl Stages {
 
     /// Continues after a hand-over, in the process that owns the exports.
     pub(super) fn resume(&self) {
-        self.leave(Phase::Open);
+        self.end_hand_over(Phase::Open);
     }
 
     /// Refuses new exports and claims: the daemon ends, or `new_owner` has taken over. The first
     /// reason stays.
     pub(super) fn close(&self, new_owner: Option<u32>) {
-        self.leave(new_owner.map_or(Phase::Ending, Phase::HandedOver));
+        self.end_hand_over(new_owner.map_or(Phase::Ending, Phase::HandedOver));
         if new_owner.is_some() {
             self.record.lock().pending().for_each(|entry| entry.request.cancel_token.cancel());
         }
     }
 
-    fn leave(&self, next: Phase) {
+    fn end_hand_over(&self, next: Phase) {
         let mut record = self.record.lock();
         if let Phase::Open | Phase::HandingOver = record.phase {
             record.phase = next;

@@ -109,10 +109,10 @@ impl EventDetails {
 
 /// All subscribers. Clones share the list.
 #[derive(Clone, Default)]
-pub(crate) struct Subscribers(Arc<Shared>);
+pub(crate) struct Subscribers(Arc<SubscriberState>);
 
 #[derive(Default)]
-struct Shared {
+struct SubscriberState {
     /// The number of subscribers, which IoThreads can read without the lock.
     count: AtomicUsize,
     list: Lock<List>,

@@ -28,19 +28,19 @@ struct Usage {
     subscribers: Arc<AtomicUsize>,
 }
 
-/// A place of a limited number, until it is dropped.
-pub(super) struct Place(Arc<AtomicUsize>);
+/// A permit of a limited number, until it is dropped.
+pub(super) struct Permit(Arc<AtomicUsize>);
 
 /// The slot of a client, until it is dropped.
 pub(super) struct ClientSlot {
     usage: Usage,
     /// The rights of the client.
     pub(super) role: Role,
-    _client: Place,
-    subscription: Option<Place>,
+    _client: Permit,
+    subscription: Option<Permit>,
 }
 
-impl Place {
+impl Permit {
     fn take(count: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
         let one_more = |count| (count < max).then_some(count + 1);
         count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
@@ -48,7 +48,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -62,7 +62,7 @@ impl ClientQuota {
     /// When all are taken.
     pub(super) fn take(&self, role: Role) -> Result<ClientSlot, RpcError> {
         let usage = self.0[role as usize].clone();
-        let client = Place::take(&usage.clients, CLIENTS_MAX).ok_or_else(|| {
+        let client = Permit::take(&usage.clients, CLIENTS_MAX).ok_or_else(|| {
             let text = format!("{CLIENTS_MAX} clients are connected; close one of them");
             RpcError::new(Code::Refused, text)
         })?;
@@ -83,8 +83,8 @@ impl ClientSlot {
     /// # Errors
     ///
     /// When too many other requests wait.
-    pub(super) fn begin_slow_request(&self) -> Result<Place, RpcError> {
-        Place::take(&self.usage.waiting, WAITING_MAX).ok_or_else(|| {
+    pub(super) fn begin_slow_request(&self) -> Result<Permit, RpcError> {
+        Permit::take(&self.usage.waiting, WAITING_MAX).ok_or_else(|| {
             let text = format!(
                 "{WAITING_MAX} other requests wait; try again when one of them is answered"
             );
@@ -102,7 +102,7 @@ impl ClientSlot {
             let text = "this connection already has a subscription; open another connection";
             return Err(RpcError::new(Code::Busy, text));
         }
-        self.subscription = Place::take(&self.usage.subscribers, SUBSCRIBERS_MAX);
+        self.subscription = Permit::take(&self.usage.subscribers, SUBSCRIBERS_MAX);
         if self.subscription.is_none() {
             let text = format!("{SUBSCRIBERS_MAX} clients have subscribed; close one of them");
             return Err(RpcError::new(Code::Refused, text));
@@ -137,7 +137,7 @@ mod tests {
     fn requests_that_hang_leave_room_for_others() {
         let quota = ClientQuota::default();
         let taken: Vec<ClientSlot> = std::iter::from_fn(|| quota.take(Role::Member).ok()).collect();
-        let mut waiting: Vec<Place> =
+        let mut waiting: Vec<Permit> =
             taken[..WAITING_MAX].iter().map(|slot| slot.begin_slow_request().unwrap()).collect();
         let last = taken.last().unwrap();
         assert!(last.begin_slow_request().is_err());
@@ -154,7 +154,7 @@ mod tests {
             std::iter::from_fn(|| quota.take(Role::Member).ok()).collect();
         taken[..SUBSCRIBERS_MAX].iter_mut().for_each(|slot| slot.subscribe().unwrap());
         let wait = |slot: &ClientSlot| slot.begin_slow_request().unwrap();
-        let waiting: Vec<Place> = taken[..WAITING_MAX].iter().map(wait).collect();
+        let waiting: Vec<Permit> = taken[..WAITING_MAX].iter().map(wait).collect();
         drop(taken.remove(0));
         assert!(taken.last_mut().unwrap().subscribe().is_ok());
         drop(waiting);

@@ -87,7 +87,7 @@ impl OpenedFiles {
             false => Ok(open_for_other(path, options)?),
         };
         let mut disk = disk.clone();
-        if is_foreign && geteuid().is_root() && leave_backing_files(&mut disk) {
+        if is_foreign && geteuid().is_root() && drop_backing_files(&mut disk) {
             self.left_out = Some(anyhow!(
                 "with backing=anywhere, root passes no file that the header of an image names"
             ));
@@ -108,16 +108,16 @@ impl OpenedFiles {
 
 /// Leaves backing files that the headers of images choose to the daemon. Returns true if there may
 /// be some.
-fn leave_backing_files(disk: &mut DiskSpec) -> bool {
+fn drop_backing_files(disk: &mut DiskSpec) -> bool {
     match disk {
         DiskSpec::File(_) | DiskSpec::Null { .. } | DiskSpec::Nbd(_) | DiskSpec::Rbd(_) => false,
-        DiskSpec::Raw { over, .. } | DiskSpec::Luks { over, .. } => leave_backing_files(over),
+        DiskSpec::Raw { over, .. } | DiskSpec::Luks { over, .. } => drop_backing_files(over),
         DiskSpec::Qcow2 { backing, over } | DiskSpec::Image { backing, over, .. } => {
             let is_left = *backing == BackingFiles::Anywhere;
             if is_left {
                 *backing = BackingFiles::None;
             }
-            leave_backing_files(over) || is_left
+            drop_backing_files(over) || is_left
         }
     }
 }
@@ -193,7 +193,7 @@ mod tests {
         for (outer, inner) in both.iter().flat_map(|outer| both.map(|inner| (*outer, inner))) {
             let disk = image(outer, image(inner, file()));
             let mut disk: DiskSpec = serde_json::from_value(disk).unwrap();
-            let is_left = leave_backing_files(&mut disk);
+            let is_left = drop_backing_files(&mut disk);
             assert_eq!(is_left, [outer, inner].contains(&"anywhere"), "{outer}, {inner}");
             assert_eq!(serde_json::to_value(&disk).unwrap(), none, "{outer}, {inner}");
         }

@@ -70,7 +70,7 @@ impl DiskMonitor {
             bell: Arc::clone(&bell),
             checker: None,
             disks: BTreeMap::new(),
-            look: None,
+            survey: None,
             was_announced: false,
         };
         let ended = Arc::clone(&has_ended);
@@ -124,14 +124,14 @@ struct Checks {
     /// The thread that checks sizes, which may be waiting for a file system.
     checker: Option<mpsc::Sender<Job>>,
     disks: BTreeMap<Key, Known>,
-    /// The last look at the exports.
-    look: Option<Look>,
+    /// The last survey of the exports.
+    survey: Option<Survey>,
     /// True if the kernel has announced a change, perhaps of content alone.
     was_announced: bool,
 }
 
 /// The exports as the control thread has described them.
-struct Look {
+struct Survey {
     /// The disks whose sizes can change from outside.
     sized: Arc<Vec<WatchedDisk>>,
     /// True if the state of a disk can change while no thread of the daemon works.
@@ -141,8 +141,8 @@ struct Look {
     activity: Option<(u64, u64)>,
 }
 
-impl Look {
-    /// Returns true if nothing has happened in the daemon since the look. The control thread then
+impl Survey {
+    /// Returns true if nothing has happened in the daemon since the survey. The control thread then
     /// sleeps on, whatever the number of exports is.
     fn is_current(&self, daemon: &Daemon) -> bool {
         let turns = daemon.thread_watch.lock().turns_if_idle();
@@ -155,13 +155,13 @@ impl Checks {
     /// Checks all disks. Returns true if nothing has happened since the last check.
     fn check_all(&mut self) -> bool {
         let Some(daemon) = self.daemon.upgrade() else { return false };
-        let is_idle = self.look.as_ref().is_some_and(|look| look.is_current(&daemon));
+        let is_idle = self.survey.as_ref().is_some_and(|survey| survey.is_current(&daemon));
         if !is_idle {
-            self.look = self.look_at(&daemon);
+            self.survey = self.survey(&daemon);
         }
         drop(daemon);
-        let Some(look) = &self.look else { return false };
-        let sized = Arc::clone(&look.sized);
+        let Some(survey) = &self.survey else { return false };
+        let sized = Arc::clone(&survey.sized);
         let has_news = self.disks.values().any(Known::has_news);
         if sized.is_empty() || (!has_news && self.are_unchanged(&sized)) {
             return is_idle;
@@ -192,10 +192,11 @@ impl Checks {
             return;
         };
         self.bell.await_work();
-        let is_current = |look: &Look| self.daemon.upgrade().is_some_and(|it| look.is_current(&it));
-        let limit = match &self.look {
-            Some(look) if !is_current(look) => Some(Duration::ZERO),
-            Some(look) if announced.is_complete && !look.has_remote => Some(ANNOUNCED_INTERVAL),
+        let is_current =
+            |survey: &Survey| self.daemon.upgrade().is_some_and(|it| survey.is_current(&it));
+        let limit = match &self.survey {
+            Some(survey) if !is_current(survey) => Some(Duration::ZERO),
+            Some(survey) if announced.is_complete && !survey.has_remote => Some(ANNOUNCED_INTERVAL),
             _ => Some(IDLE_INTERVAL),
         };
         let changes = announced.changes.as_ref().map(AsFd::as_fd);
@@ -204,7 +205,7 @@ impl Checks {
 
     /// Returns the means to wait for a change if there is no reason to check again in a second.
     fn begin_rest(&mut self) -> Option<Announced> {
-        let look = self.look.as_ref()?;
+        let survey = self.survey.as_ref()?;
         let daemon = self.daemon.upgrade()?;
         let bell = Arc::clone(&self.bell);
         let mut threads = daemon.thread_watch.lock();
@@ -215,7 +216,7 @@ impl Checks {
             return None;
         }
         let (announce, announced) = mpsc::channel();
-        let sized = Arc::clone(&look.sized);
+        let sized = Arc::clone(&survey.sized);
         self.send(Job::Watch(sized, announce)).ok()?;
         let answer = announced.recv_timeout(PATIENCE).ok();
         if answer.is_none() {
@@ -225,8 +226,8 @@ impl Checks {
     }
 
     /// Reports states that are worse than before. `None`: all exports have ended.
-    fn look_at(&mut self, daemon: &Daemon) -> Option<Look> {
-        // Before the look: a later turn may have changed a state that it has not seen.
+    fn survey(&mut self, daemon: &Daemon) -> Option<Survey> {
+        // Before the survey: a later turn may have changed a state that it has not seen.
         let turns = daemon.thread_watch.lock().turns_if_idle();
         let WatchedDisks { disks: mut watched, wakes } = daemon.control.watched_disks().ok()?;
         let keys: BTreeSet<Key> = watched.iter().map(key_of).collect();
@@ -243,7 +244,7 @@ impl Checks {
         let has_remote = watched.iter().any(|disk| disk.is_remote);
         watched.retain(|disk| disk.size_probe.is_some());
         let activity = turns.map(|turns| (wakes, turns));
-        Some(Look { sized: Arc::new(watched), has_remote, time: Instant::now(), activity })
+        Some(Survey { sized: Arc::new(watched), has_remote, time: Instant::now(), activity })
     }
 
     /// Checks sizes. All checks wait in one queue, so that the thread that carries them out wakes
@@ -448,19 +449,25 @@ mod tests {
         let known = Known { state: DiskState::Lost, ..Known::default() };
         let disks = BTreeMap::from([(("gone".to_owned(), None), known)]);
         let (bell, known) = (Arc::clone(daemon.control.monitor()), Weak::new());
-        let mut checks =
-            Checks { daemon: known, bell, checker: None, disks, look: None, was_announced: false };
-        let mut look = checks.look_at(&daemon).unwrap();
+        let mut checks = Checks {
+            daemon: known,
+            bell,
+            checker: None,
+            disks,
+            survey: None,
+            was_announced: false,
+        };
+        let mut survey = checks.survey(&daemon).unwrap();
         assert!(checks.disks.is_empty());
         // The thread of exports may have woken for the look itself.
         let activity = |daemon: &Daemon| Some((daemon.control.wakes(), 0));
-        while !look.is_current(&daemon) {
-            look.activity = activity(&daemon);
+        while !survey.is_current(&daemon) {
+            survey.activity = activity(&daemon);
         }
-        look.time = Instant::now().checked_sub(IDLE_LOOK).unwrap();
-        assert!(!look.is_current(&daemon));
-        (look.time, look.activity) = (Instant::now(), None);
-        assert!(!look.is_current(&daemon), "a thread works");
+        survey.time = Instant::now().checked_sub(IDLE_LOOK).unwrap();
+        assert!(!survey.is_current(&daemon));
+        (survey.time, survey.activity) = (Instant::now(), None);
+        assert!(!survey.is_current(&daemon), "a thread works");
     }
 
     #[test]

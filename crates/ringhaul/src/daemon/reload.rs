@@ -88,7 +88,7 @@ impl Reload {
 }
 
 /// The applied state of the file, shared by the threads that change exports.
-type Shared = Arc<Lock<Record>>;
+type SharedRecord = Arc<Lock<Record>>;
 
 /// The state of the file's exports in the daemon.
 #[derive(Default)]
@@ -114,7 +114,7 @@ struct Reloader {
     /// The options of the file in effect, since the start or a later reload.
     options: BTreeMap<String, Vec<String>>,
     daemon: Weak<Daemon>,
-    record: Shared,
+    record: SharedRecord,
     /// Counts the threads that read the file: each holds a clone.
     reading: Arc<()>,
 }
@@ -313,7 +313,7 @@ impl Reloader {
 }
 
 impl Change {
-    fn carry_out(self, socket: String, daemon: &Weak<Daemon>, record: &Shared) {
+    fn carry_out(self, socket: String, daemon: &Weak<Daemon>, record: &SharedRecord) {
         let Some(daemon) = daemon.upgrade() else { return };
         let export = record.lock().name_of(&socket);
         let result = match self {

@@ -23,7 +23,7 @@ struct State {
     /// Lines left out and not reported yet.
     left_out: u64,
     /// True if a count without its own line was reported in this minute.
-    told: bool,
+    is_reported: bool,
     /// All events, logged or not.
     total: u64,
 }
@@ -31,7 +31,7 @@ struct State {
 impl State {
     fn start_window(&mut self, now: Instant) {
         if self.since.is_none_or(|since| now - since >= WINDOW) {
-            (self.since, self.lines, self.told) = (Some(now), 0, false);
+            (self.since, self.lines, self.is_reported) = (Some(now), 0, false);
         }
     }
 }
@@ -78,10 +78,10 @@ impl RateLimit {
     fn left_out_at(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock();
         state.start_window(now);
-        if state.told || state.left_out == 0 {
+        if state.is_reported || state.left_out == 0 {
             return None;
         }
-        state.told = true;
+        state.is_reported = true;
         Some(std::mem::take(&mut state.left_out))
     }
 }

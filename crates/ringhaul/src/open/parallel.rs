@@ -148,13 +148,13 @@ impl<T: Send + 'static, R: Send + 'static> Work<T, R> {
         let mut is_replaced = false;
         while !is_replaced && let Some((number, item)) = this.take() {
             let has_yielded = Cell::new(false);
-            let give_way = || {
+            let yield_thread = || {
                 let _ = done.send(Message::Yielded(number));
                 // If no thread can be started, `next` adds one after a while without results.
                 has_yielded.set(!this.is_empty() && Self::start(this, done).is_ok());
             };
             // A panic leaves no broken state behind, because each call owns its item.
-            let result = catch_unwind(AssertUnwindSafe(|| (this.call)(item, &give_way)));
+            let result = catch_unwind(AssertUnwindSafe(|| (this.call)(item, &yield_thread)));
             let result = result.map_err(|_| Panicked);
             is_replaced = has_yielded.get();
             // The receiver may be gone if the call took too long.
@@ -229,9 +229,9 @@ mod tests {
         let gate = Arc::new(Barrier::new(waiting));
         let (running, most) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
         let seen = Arc::clone(&most);
-        let call = move |waits: bool, give_way: Yield<'_>| {
+        let call = move |waits: bool, yield_thread: Yield<'_>| {
             if waits {
-                give_way();
+                yield_thread();
                 gate.wait();
                 return;
             }
@@ -268,9 +268,9 @@ mod tests {
         let count = 100;
         let all = Arc::new(Barrier::new(count + 1));
         let gate = Arc::clone(&all);
-        let call = move |waits: bool, give_way: Yield<'_>| {
+        let call = move |waits: bool, yield_thread: Yield<'_>| {
             if waits {
-                give_way();
+                yield_thread();
                 gate.wait();
             }
             waits

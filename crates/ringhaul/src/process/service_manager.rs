@@ -47,12 +47,13 @@ const FINISH_MAX: Duration = Duration::from_secs(1);
 
 /// Messages about stored descriptors that wait for the manager, in their order. The control thread
 /// never waits for it.
-static WAITING: Lock<Waiting> = Lock::new(Waiting { messages: VecDeque::new(), is_sending: false });
+static SEND_QUEUE: Lock<SendQueue> =
+    Lock::new(SendQueue { messages: VecDeque::new(), is_sending: false });
 
 /// Notified when no message waits.
 static ALL_SENT: Condvar = Condvar::new();
 
-struct Waiting {
+struct SendQueue {
     messages: VecDeque<Message>,
     /// True while a thread sends messages.
     is_sending: bool,
@@ -94,7 +95,7 @@ fn interval_from(time: Option<&str>, process: Option<&str>) -> Option<Duration> 
 /// Reports that front-ends can connect: a unit of `Type=notify` has started.
 pub(crate) fn ready() {
     IS_READY.store(true, Ordering::Relaxed);
-    tell("READY=1\n", PATIENCE, "that the daemon is ready");
+    notify("READY=1\n", PATIENCE, "that the daemon is ready");
 }
 
 /// Reports that the daemon reads its configuration again, until the returned value is dropped. A
@@ -104,7 +105,7 @@ pub(crate) fn reloading() -> Reloading {
         let now = clock_gettime(ClockId::Monotonic);
         let now = now.tv_sec.unsigned_abs() * 1_000_000 + now.tv_nsec.unsigned_abs() / 1000;
         let text = format!("RELOADING=1\nMONOTONIC_USEC={now}\n");
-        tell(&text, PATIENCE, "that the daemon reads its configuration");
+        notify(&text, PATIENCE, "that the daemon reads its configuration");
     }
     Reloading(())
 }
@@ -137,7 +138,7 @@ impl Drop for Reloading {
 
 /// Reports that the daemon ends as requested.
 pub(crate) fn stopping() {
-    tell("STOPPING=1\n", Duration::ZERO, "that the daemon ends");
+    notify("STOPPING=1\n", Duration::ZERO, "that the daemon ends");
 }
 
 /// Reports the state of the daemon in words.
@@ -156,13 +157,13 @@ fn report(change: impl FnOnce(&mut Status)) {
     change(&mut status);
     let text = status.text();
     if text != before {
-        tell(&format!("STATUS={}\n", printable(&text)), Duration::ZERO, "of its state");
+        notify(&format!("STATUS={}\n", printable(&text)), Duration::ZERO, "of its state");
     }
 }
 
 /// Reports that the daemon lives.
 pub(crate) fn alive() {
-    tell("WATCHDOG=1\n", PATIENCE, "that the daemon lives");
+    notify("WATCHDOG=1\n", PATIENCE, "that the daemon lives");
 }
 
 /// Reports that the service continues in another process. Otherwise the manager takes the end of
@@ -170,7 +171,7 @@ pub(crate) fn alive() {
 pub(crate) fn main_process(process: u32) {
     // The manager refuses messages of an earlier main process, and the new one uses their names.
     finish();
-    tell(
+    notify(
         &format!("MAINPID={process}\n"),
         PATIENCE,
         &format!("that the service continues in process {process}"),
@@ -202,7 +203,7 @@ pub(crate) fn forget(name: &str) {
 /// Drops descriptors that still wait to be stored under this name. Returns false if none do.
 fn cancel_store(name: &str) -> bool {
     let line = format!("\nFDNAME={name}\n");
-    let mut waiting = WAITING.lock();
+    let mut waiting = SEND_QUEUE.lock();
     let stores = |message: &Message| !message.fds.is_empty() && message.text.contains(&line);
     let at = waiting.messages.iter().position(stores);
     at.is_some_and(|at| waiting.messages.remove(at).is_some())
@@ -210,13 +211,13 @@ fn cancel_store(name: &str) -> bool {
 
 /// Waits until all messages about stored descriptors are sent, for one second at most.
 pub(crate) fn finish() {
-    drop(WAITING.wait_timeout_while(&ALL_SENT, FINISH_MAX, |waiting| waiting.is_sending));
+    drop(SEND_QUEUE.wait_timeout_while(&ALL_SENT, FINISH_MAX, |waiting| waiting.is_sending));
 }
 
 /// Sends a message at once, or has a thread send it after those that wait.
 fn send_in_order(text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let path = socket_path().ok_or(io::ErrorKind::NotFound)?;
-    let mut waiting = WAITING.lock();
+    let mut waiting = SEND_QUEUE.lock();
     if !waiting.is_sending {
         match send_with(&path, text, Duration::ZERO, fds) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -238,7 +239,7 @@ fn send_in_order(text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
 /// Sends messages until none waits.
 fn send_waiting(path: &str) {
     let next = || {
-        let mut waiting = WAITING.lock();
+        let mut waiting = SEND_QUEUE.lock();
         let next = waiting.messages.pop_front();
         waiting.is_sending = next.is_some();
         next
@@ -259,7 +260,7 @@ fn socket_path() -> Option<String> {
     std::env::var(SOCKET).ok().filter(|path| !path.is_empty())
 }
 
-fn tell(text: &str, patience: Duration, what: &str) {
+fn notify(text: &str, patience: Duration, what: &str) {
     let Some(path) = socket_path() else { return };
     if let Err(error) = send(&path, text, patience) {
         log_once(what, &error);
@@ -397,7 +398,7 @@ mod tests {
         let ends = UnixDatagram::pair().unwrap();
         store("rh-1", &[ends.0.as_fd(), ends.1.as_fd()]).unwrap();
         // The thread sends this one.
-        while !WAITING.lock().messages.is_empty() {
+        while !SEND_QUEUE.lock().messages.is_empty() {
             std::thread::yield_now();
         }
         store("rh-3", &[ends.0.as_fd()]).unwrap();
@@ -417,10 +418,10 @@ mod tests {
         ];
         assert_eq!(stored, expected);
         finish();
-        assert!(!WAITING.lock().is_sending);
+        assert!(!SEND_QUEUE.lock().is_sending);
         // The next one is sent by this thread.
         forget("rh-2");
-        assert!(!WAITING.lock().is_sending);
+        assert!(!SEND_QUEUE.lock().is_sending);
         receive(&manager, "FDSTOREREMOVE=1\nFDNAME=rh-2");
     }
 

@@ -363,7 +363,7 @@ mod tests {
     }
 
     /// Answers as an old process without exports that has these settings when it stops.
-    fn stop_and_leave(mut stream: &UnixStream, changes: &SettingsChange) {
+    fn stop_and_hand_over(mut stream: &UnixStream, changes: &SettingsChange) {
         let mut lines = BufReader::new(stream).lines();
         let (of_file, exports, debts) = (None, Vec::new(), Default::default());
         let stands = PausedState {
@@ -398,7 +398,7 @@ mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             ours.set_read_timeout(Some(ANSWER_MAX)).unwrap();
             let (taken, ()) = std::thread::scope(|scope| {
-                scope.spawn(|| stop_and_leave(&theirs, &late));
+                scope.spawn(|| stop_and_hand_over(&theirs, &late));
                 predecessor(ours, &before).take(&daemon, || Ok(())).unwrap()
             });
             let limit = taken.receiver.stream().read_timeout().unwrap();
@@ -451,7 +451,7 @@ mod tests {
         let socket = EndpointState::Inherited { socket, was_blocking: false };
         old.sockets = vec![HandedSocket { name: "later".to_owned(), socket }];
         std::thread::scope(|scope| {
-            scope.spawn(|| stop_and_leave(&theirs, &SettingsChange::default()));
+            scope.spawn(|| stop_and_hand_over(&theirs, &SettingsChange::default()));
             old.take(&daemon, || Ok(())).map(drop).unwrap();
         });
         let handed = daemon.hand_over_sockets(&mut PassedFds::default()).unwrap();

@@ -288,7 +288,7 @@ impl Threads {
             watch.add(format!("iothread-{index}"), remote.clone());
         }
         self.running = Some(threads);
-        self.tell_poll_limits();
+        self.post_poll_limits();
         Ok(self.all.clone())
     }
 
@@ -299,10 +299,10 @@ impl Threads {
     /// Sets the busy-poll limits of running threads and of threads that are started later.
     pub(crate) fn set_poll_limits(&mut self, limits: PollLimits) {
         self.poll_limits = limits;
-        self.tell_poll_limits();
+        self.post_poll_limits();
     }
 
-    fn tell_poll_limits(&self) {
+    fn post_poll_limits(&self) {
         let limits = self.poll_limits;
         for remote in self.remotes() {
             // Posting to a thread that has ended does nothing, and it needs no limits.

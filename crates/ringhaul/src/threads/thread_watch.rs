@@ -113,7 +113,7 @@ impl ThreadWatch {
             if !has_note.swap(true, Ordering::Relaxed) {
                 has_all = false;
                 let (has_note, wake) = (Arc::clone(has_note), wake.clone());
-                thread.remote.leave(move |_| {
+                thread.remote.post_quietly(move |_| {
                     has_note.store(false, Ordering::Relaxed);
                     wake();
                 });

@@ -4,7 +4,7 @@ use super::{Export, QueueState, places, stopped, units};
 
 impl Export {
     /// Drops the state of the queues, when the IoThreads go.
-    pub(crate) fn leave(&mut self) {
+    pub(crate) fn clear_queues(&mut self) {
         self.queue_states.clear();
         self.region = None;
         self.removed.clear();
@@ -38,7 +38,7 @@ impl Export {
 
     /// Notes that the daemon is dead. The guest does not know.
     pub(crate) fn died(&mut self) {
-        self.leave();
+        self.clear_queues();
         self.guest.daemon_died();
         if self.plan.scsi > 0 {
             self.guest.device_died();

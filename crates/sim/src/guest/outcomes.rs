@@ -280,7 +280,7 @@ impl Guest {
         managed.end = end;
         let resets = managed.function.kind == function::Kind::UnitReset;
         for (disk, attention) in std::mem::take(&mut managed.attentions) {
-            let hears = match attention.0 == self.device {
+            let is_due = match attention.0 == self.device {
                 true => state.scsi.units[disk].is_there((begin, end)),
                 // CLEAR TASK SET raises attentions only for initiators that had tasks.
                 false => {
@@ -299,7 +299,7 @@ impl Guest {
             shared.cache_may_change(end);
             let came = match response {
                 BAD_TARGET | INCORRECT_LUN => CauseOutcome::Not,
-                COMPLETE if hears => CauseOutcome::Surely,
+                COMPLETE if is_due => CauseOutcome::Surely,
                 _ => CauseOutcome::Maybe,
             };
             shared.settle(&[attention], end, came)?;

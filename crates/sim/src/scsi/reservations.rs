@@ -118,12 +118,12 @@ impl State {
             2 if order.code != self.code => effect.outcome = INVALID_RELEASE,
             2 => {
                 if self.code >= 5 {
-                    effect.tell_others(order.from, RELEASED);
+                    effect.notify_others(order.from, RELEASED);
                 }
                 effect.state.code = 0;
             }
             3 => {
-                effect.tell_others(order.from, PREEMPTED);
+                effect.notify_others(order.from, PREEMPTED);
                 effect.state = Self::default();
             }
             _ => effect.preempt(order, is_valid),
@@ -133,7 +133,7 @@ impl State {
 }
 
 impl Effect {
-    fn tell_others(&mut self, device: usize, code: Code) {
+    fn notify_others(&mut self, device: usize, code: Code) {
         let attentions: Vec<_> = self.state.others(device).map(|other| (other, code)).collect();
         self.attentions.extend(attentions);
     }
@@ -162,7 +162,7 @@ impl Effect {
             && self.unregister(order.from)
             && matches!(code, 5 | 6)
         {
-            self.tell_others(order.from, RELEASED);
+            self.notify_others(order.from, RELEASED);
         }
     }
 
@@ -197,7 +197,7 @@ impl Effect {
         }
         if replaces {
             if old != order.code {
-                self.tell_others(order.from, RELEASED);
+                self.notify_others(order.from, RELEASED);
             }
             (self.state.code, self.state.holder) = (order.code, order.from);
         }

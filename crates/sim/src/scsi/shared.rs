@@ -21,7 +21,7 @@ struct AbortAll {
     end: u64,
 }
 
-pub(crate) struct Shared {
+pub(crate) struct SharedDisk {
     pub(crate) access: Arc<DiskAccess>,
     pub(crate) reservations: Reservations,
     /// Times at which daemons have died.
@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     last_on: u64,
 }
 
-impl Shared {
+impl SharedDisk {
     pub(crate) fn new(sectors: u64) -> Self {
         Self {
             access: Arc::default(),
@@ -218,12 +218,12 @@ impl Shared {
         let Some((begin, attentions)) = self.order.take() else { return Ok(()) };
         self.end_abort_all(begin, end);
         for (device, code, id) in attentions {
-            let tells = |effect: &Effect| match code {
+            let concerns = |effect: &Effect| match code {
                 // Depends on the commands of the device.
                 COMMANDS_CLEARED => effect.aborted.contains(&device),
                 _ => effect.attentions.contains(&(device, code)),
             };
-            let came = match effects.iter().filter(|effect| tells(effect)).count() {
+            let came = match effects.iter().filter(|effect| concerns(effect)).count() {
                 0 => CauseOutcome::Not,
                 count
                     if count == effects.len() && outcome.is_some() && code != COMMANDS_CLEARED =>

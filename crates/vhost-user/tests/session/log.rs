@@ -96,24 +96,24 @@ impl Guest {
     }
 
     fn start(&mut self) {
-        self.tell(&Request::SetProtocolFeatures(PROTOCOL_FEATURES));
-        self.tell(&Request::SetFeatures(self.features));
+        self.deliver(&Request::SetProtocolFeatures(PROTOCOL_FEATURES));
+        self.deliver(&Request::SetFeatures(self.features));
         let memory = self.memory_file.try_clone().unwrap().into();
-        self.tell_with(&Request::AddMemReg(region()), &[&memory]);
-        self.tell(&Request::SetVringNum { index: 0, size: QUEUE_SIZE.into() });
-        self.tell(&ring_address(None));
+        self.deliver_with(&Request::AddMemReg(region()), &[&memory]);
+        self.deliver(&Request::SetVringNum { index: 0, size: QUEUE_SIZE.into() });
+        self.deliver(&ring_address(None));
         let kick = self.kick.try_clone().unwrap();
-        self.tell_with(&Request::SetVringKick { index: 0, has_fd: true }, &[&kick]);
-        self.tell(&Request::SetVringEnable { index: 0, value: 1 });
+        self.deliver_with(&Request::SetVringKick { index: 0, has_fd: true }, &[&kick]);
+        self.deliver(&Request::SetVringEnable { index: 0, value: 1 });
         assert_eq!(self.scene.io.io().tasks(), 1, "the queue runs");
     }
 
     /// Sends a message that must be carried out.
-    fn tell(&mut self, request: &Request) {
-        self.tell_with(request, &[]);
+    fn deliver(&mut self, request: &Request) {
+        self.deliver_with(request, &[]);
     }
 
-    fn tell_with(&mut self, request: &Request, fds: &[&OwnedFd]) {
+    fn deliver_with(&mut self, request: &Request, fds: &[&OwnedFd]) {
         self.scene.send_checked(&mut self.session, &mut self.frontend, request, fds);
     }
 
@@ -134,7 +134,7 @@ impl Guest {
 
     fn set_log_all(&mut self, on: bool) {
         let log_all = if on { F_LOG_ALL } else { 0 };
-        self.tell(&Request::SetFeatures(self.features | log_all));
+        self.deliver(&Request::SetFeatures(self.features | log_all));
     }
 
     fn memory(&self) -> Vec<u8> {
@@ -235,7 +235,7 @@ fn each_page_that_changes_is_marked_and_no_other() {
         guest.set_log(&log);
         assert_eq!(log.take(), NONE, "there is no reason to mark");
         guest.set_log_all(true);
-        guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+        guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
         assert_eq!(log.take(), at(&[USED_RING]), "an earlier process may have written there");
         for (kind, data, pages) in [
             (IN, &SCATTERED[..], &[DATA, DATA + 0x1000, DATA + 0x4000, 0x2_0000, 0x2_1000][..]),
@@ -262,7 +262,7 @@ fn a_log_is_replaced_turned_off_and_on_while_a_request_is_in_progress() {
     let logs = [Log::new(LOG_BYTES), Log::new(LOG_BYTES + 7)];
     guest.set_log(&logs[0]);
     guest.set_log_all(true);
-    guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+    guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
     for round in 0..8 {
         let (log, other) = (&logs[(round + 1) % 2], &logs[round % 2]);
         guest.offer(IN, &[(DATA, 512)]);
@@ -278,13 +278,13 @@ fn a_log_is_replaced_turned_off_and_on_while_a_request_is_in_progress() {
     }
     for _ in 0..3 {
         guest.set_log_all(false);
-        guest.tell(&ring_address(None));
+        guest.deliver(&ring_address(None));
         logs[0].take();
         guest.read(&[(DATA, 512)]);
         assert_eq!(logs[0].take(), NONE, "the migration has failed");
         guest.set_log(&logs[0]);
         guest.set_log_all(true);
-        guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+        guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
         guest.read(&[(DATA, 512)]);
         assert_eq!(logs[0].take(), all, "it has started again");
     }
@@ -297,7 +297,7 @@ fn the_used_ring_has_an_address_of_its_own_in_the_log() {
     let mut guest = Guest::new(0);
     let (log, place) = (Log::new(LOG_BYTES + 1), GUEST_ADDR + MEMORY_BYTES + PAGE);
     guest.set_log(&log);
-    guest.tell(&ring_address(Some(place)));
+    guest.deliver(&ring_address(Some(place)));
     log.take();
     guest.read(&[(DATA, 512)]);
     assert_eq!(log.take(), [place], "only the ring was to be logged");
@@ -315,7 +315,7 @@ fn a_log_without_room_is_refused() {
     guest.set_log_all(true);
     // The flags and index, an element of 8 bytes for each entry, and the event index.
     let last = GUEST_ADDR + MEMORY_BYTES - (4 + 8 * u64::from(QUEUE_SIZE) + 2);
-    guest.tell(&ring_address(Some(last)));
+    guest.deliver(&ring_address(Some(last)));
     let beyond = ring_address(Some(last + 1));
     guest.refused(&beyond, &[], "too small: it ends at address 0x200000, and the used ring");
     guest.refused(&ring_address(Some(u64::MAX)), &[], "too small");
@@ -329,7 +329,7 @@ fn a_log_without_room_is_refused() {
     let reason = "too small: it ends at address 0x200000, and guest memory at 0x201000";
     guest.refused(&Request::AddMemReg(more), &[&memory], reason);
     guest.set_log(&Log::new(LOG_BYTES + 1));
-    guest.tell_with(&Request::AddMemReg(more), &[&memory]);
+    guest.deliver_with(&Request::AddMemReg(more), &[&memory]);
     // The answer to this message has no room for a refusal.
     let (fd, area) = (log.file.try_clone().unwrap().into(), log.area);
     guest.frontend.send(&Request::SetLogBase(area), false, &[&fd]);
@@ -351,11 +351,11 @@ fn a_refused_migration_leaves_no_request_to_log() {
         file_offset: 0,
     };
     let memory: OwnedFd = guest.memory_file.try_clone().unwrap().into();
-    guest.tell_with(&Request::AddMemReg(more), &[&memory]);
+    guest.deliver_with(&Request::AddMemReg(more), &[&memory]);
     let log_all = Request::SetFeatures(guest.features | F_LOG_ALL);
     guest.refused(&log_all, &[], "too small: it ends at address 0x200000, and guest memory");
-    guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
-    guest.tell(&ring_address(None));
+    guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
+    guest.deliver(&ring_address(None));
     guest.read(&[(DATA, 512)]);
 }
 
@@ -364,7 +364,7 @@ fn a_refused_migration_leaves_no_request_to_log() {
 fn a_queue_waits_for_a_log_with_room() {
     let mut guest = Guest::new(0);
     guest.set_log_all(true);
-    guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+    guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
     guest.read(&[(DATA, 512)]);
     guest.set_log(&Log::new(LOG_BYTES));
     let get_base = Request::GetVringBase { index: 0 };
@@ -377,10 +377,10 @@ fn a_queue_waits_for_a_log_with_room() {
         file_offset: 0,
     };
     let memory: OwnedFd = guest.memory_file.try_clone().unwrap().into();
-    guest.tell_with(&Request::AddMemReg(more), &[&memory]);
+    guest.deliver_with(&Request::AddMemReg(more), &[&memory]);
     let kick = guest.kick.try_clone().unwrap();
-    guest.tell_with(&Request::SetVringKick { index: 0, has_fd: true }, &[&kick]);
-    guest.tell(&Request::SetVringEnable { index: 0, value: 1 });
+    guest.deliver_with(&Request::SetVringKick { index: 0, has_fd: true }, &[&kick]);
+    guest.deliver(&Request::SetVringEnable { index: 0, value: 1 });
     assert_eq!(guest.scene.io.io().tasks(), 0, "its writes could not be marked");
     let log = Log::new(LOG_BYTES + 1);
     guest.set_log(&log);
@@ -396,7 +396,7 @@ fn the_next_process_continues_with_the_log() {
     let log = Log::new(LOG_BYTES);
     guest.set_log(&log);
     guest.set_log_all(true);
-    guest.tell(&ring_address(Some(GUEST_ADDR + USED_RING)));
+    guest.deliver(&ring_address(Some(GUEST_ADDR + USED_RING)));
     guest.session.begin_pause();
     assert_eq!(guest.scene.drive_all(&mut guest.session), None);
     let mut fds = PassedFds::default();
@@ -413,7 +413,7 @@ fn the_next_process_continues_with_the_log() {
     guest.read(&[(DATA, 512)]);
     assert_eq!(log.take(), at(&[USED_RING, STATUS - 0xfff, DATA]));
     guest.set_log_all(false);
-    guest.tell(&ring_address(None));
+    guest.deliver(&ring_address(None));
     log.take();
     guest.read(&[(DATA, 512)]);
     assert_eq!(log.take(), NONE);

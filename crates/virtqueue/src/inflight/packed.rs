@@ -176,7 +176,7 @@ impl PackedInflight {
     }
 
     /// Gives the request that was taken last back to the ring.
-    pub(crate) fn leave(&mut self, entry: u16) {
+    pub(crate) fn release(&mut self, entry: u16) {
         self.link_free(entry);
         compiler_fence(Ordering::SeqCst);
         let head = self.free_head;

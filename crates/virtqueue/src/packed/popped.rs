@@ -1,6 +1,6 @@
 //! Popped chains: the way back into the ring, and a second look at the header.
 
-use super::{NOT_IN_DEVICE, PackedQueue, Seen};
+use super::{NOT_IN_DEVICE, PackedQueue, SeenChains};
 use crate::memory::DESCRIPTOR_BYTES;
 use crate::position::Position;
 
@@ -21,9 +21,9 @@ impl PackedQueue {
         self.room += count;
         self.in_device -= 1;
         self.popped = self.popped.wrapping_sub(1);
-        self.seen = Seen::none(self.next);
+        self.seen = SeenChains::none(self.next);
         if let Some(inflight) = &mut self.inflight {
-            inflight.leave(chain.entry);
+            inflight.release(chain.entry);
         }
         self.note_progress();
     }

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{NOT_IN_DEVICE, PackedQueue, Seen};
+use super::{NOT_IN_DEVICE, PackedQueue, SeenChains};
 use crate::avail_idx::{AvailIdx, Progress};
-use crate::descriptor_ring::{DescriptorRing, PackedParts, UsedWord, Wish};
+use crate::descriptor_ring::{DescriptorRing, EventSuppression, PackedParts, UsedWord};
 use crate::error::{QueueError, RingPart};
 use crate::inflight::{InflightAccount, PackedInflight, Recovery};
 use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
@@ -67,7 +67,7 @@ impl PackedQueue {
         if (config.next_avail, next_used) == (0, 0) && is_new(&ring) {
             (next, used) = (Position::START, Position::START);
         }
-        ring.store_device_wish(Wish::Never);
+        ring.store_device_suppression(EventSuppression::Never);
         Ok(Self {
             memory: QueueMemory::new(translator),
             ring,
@@ -81,7 +81,7 @@ impl PackedQueue {
             chains: vec![NOT_IN_DEVICE; size.into()].into(),
             in_device: 0,
             popped: 0,
-            seen: Seen::none(next),
+            seen: SeenChains::none(next),
             checked: used,
             unchecked: 0,
             call_forced: true,
@@ -111,7 +111,7 @@ impl PackedQueue {
             let taken = inflight.descriptors_again();
             let next = used.after(taken, config.size);
             (queue.used, queue.published, queue.checked) = (used, used, used);
-            (queue.next, queue.seen) = (next, Seen::none(next));
+            (queue.next, queue.seen) = (next, SeenChains::none(next));
             queue.room = config.size - taken;
             queue.recovered = requests;
         } else {

@@ -15,7 +15,7 @@ pub(super) trait Slots {
 
 /// The facts about a chain that the queue keeps until it is used.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Found {
+pub(super) struct ChainFacts {
     /// The buffer id, which the last descriptor has.
     pub(super) id: u16,
     /// Descriptors of the ring.
@@ -35,13 +35,13 @@ pub(super) struct PackedLinks<'a, S> {
     /// the indirect table.
     left: u16,
     indirect: bool,
-    found: Found,
+    found: ChainFacts,
 }
 
 impl<'a, S: Slots> PackedLinks<'a, S> {
     /// The chain that starts at `head` and has at most `left` descriptors of the ring.
     pub(super) fn new(slots: &'a S, head: u16, (left, size): (u16, u16), indirect: bool) -> Self {
-        let found = Found { id: 0, count: 0, addr: 0, bytes: 0, is_indirect: false };
+        let found = ChainFacts { id: 0, count: 0, addr: 0, bytes: 0, is_indirect: false };
         Self { slots, head, slot: head, size, left, indirect, found }
     }
 
@@ -87,7 +87,7 @@ impl<'a, S: Slots> PackedLinks<'a, S> {
 }
 
 impl<S: Slots> Links for PackedLinks<'_, S> {
-    type Found = Found;
+    type Facts = ChainFacts;
 
     #[inline(always)]
     fn first(&mut self, translator: &mut Translator) -> Result<Descriptor, QueueError> {
@@ -115,7 +115,7 @@ impl<S: Slots> Links for PackedLinks<'_, S> {
     }
 
     #[inline]
-    fn found(self) -> Found {
+    fn facts(self) -> ChainFacts {
         self.found
     }
 }

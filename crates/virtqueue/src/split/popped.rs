@@ -35,7 +35,7 @@ impl SplitQueue {
         if let Some(inflight) = inflight {
             let count = avail_shadow.wrapping_sub(*next_avail);
             let entries = (0..count).rev().map(|at| next_avail.wrapping_add(at));
-            inflight.leave(entries.map(|index| rings.avail_entry(index)));
+            inflight.release(entries.map(|index| rings.avail_entry(index)));
         }
         self.avail_shadow = self.next_avail;
     }

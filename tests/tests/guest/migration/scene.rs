@@ -113,7 +113,7 @@ pub(super) fn print_row(guest: &str, device: Device, kind: DiskKind, switches: &
 }
 
 /// A QEMU.
-pub(super) struct Place {
+pub(super) struct QemuHost {
     pub(super) guest: KvmGuest,
     pub(super) monitor: Mover,
 }
@@ -249,16 +249,16 @@ impl Scene {
     }
 
     /// Starts a QEMU with a guest, or one that waits for a guest.
-    pub(super) fn start(&self, name: &str, is_target: bool) -> Result<Place> {
+    pub(super) fn start(&self, name: &str, is_target: bool) -> Result<QemuHost> {
         let is_scsi = self.device == Device::Scsi;
         let vmm = Vmm::QemuMoved { layout: self.device.layout(), is_target, is_scsi };
         let guest = KvmGuest::start(&vmm, &self.folders.socket(name))?;
         let monitor = Mover::new(&guest)?;
-        Ok(Place { guest, monitor })
+        Ok(QemuHost { guest, monitor })
     }
 
     /// Starts a QEMU that waits for a guest at the second result.
-    pub(super) fn target(&self, name: &str) -> Result<(Place, PathBuf)> {
+    pub(super) fn target(&self, name: &str) -> Result<(QemuHost, PathBuf)> {
         let socket = self.folders.socket("move");
         let _ = std::fs::remove_file(&socket);
         let mut target = self.start(name, true)?;
@@ -267,7 +267,7 @@ impl Scene {
     }
 
     /// Moves a guest to a QEMU at the daemon `to`, and waits until it runs there.
-    pub(super) fn move_to(&mut self, to: &str, mut source: Place) -> Result<(Place, Switch)> {
+    pub(super) fn move_to(&mut self, to: &str, mut source: QemuHost) -> Result<(QemuHost, Switch)> {
         let (mut target, socket) = self.target(to)?;
         self.move_between(&mut source, &mut target, &socket)?;
         let switch = Switch::of(&mut source.monitor)?;
@@ -277,8 +277,8 @@ impl Scene {
     /// Moves a guest, and waits until it runs at the target. Returns its last round at the source.
     pub(super) fn move_between(
         &mut self,
-        source: &mut Place,
-        target: &mut Place,
+        source: &mut QemuHost,
+        target: &mut QemuHost,
         socket: &Path,
     ) -> Result<u64> {
         source.monitor.begin(socket, FAST)?;

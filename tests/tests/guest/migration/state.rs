@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::scene::{Device, DiskKind, FAST, Place, Scene};
+use super::scene::{Device, DiskKind, FAST, QemuHost, Scene};
 
 /// Attentions that the guest reports, as decimal numbers: POWER ON and REPORTED LUNS DATA HAS
 /// CHANGED.
@@ -13,7 +13,7 @@ const UNITS_CHANGED: &str = "attention 16142\n";
 const RESERVED: &str = "reservation 7 write cache 0\n";
 
 /// The last report of a guest about its unit.
-fn last_report(place: &Place) -> Result<String> {
+fn last_report(place: &QemuHost) -> Result<String> {
     let console = place.guest.console();
     let mut reports = console.lines().filter(|line| line.starts_with("reservation "));
     Ok(format!("{}\n", reports.next_back().context("the guest reports nothing")?))
@@ -22,10 +22,10 @@ fn last_report(place: &Place) -> Result<String> {
 /// Moves a paused guest, and lets it continue after `before_it_continues`.
 fn move_paused(
     scene: &Scene,
-    source: &mut Place,
+    source: &mut QemuHost,
     to: &str,
     before_it_continues: impl FnOnce(&Scene) -> Result<()>,
-) -> Result<Place> {
+) -> Result<QemuHost> {
     let (mut target, socket) = scene.target(to)?;
     source.monitor.begin(&socket, FAST)?;
     source.monitor.wait_for("completed")?;

@@ -35,21 +35,22 @@ pub(crate) fn file_identity(file: &File) -> String {
 }
 
 fn file_system_uuid(file: &File) -> Option<String> {
-    let mut said = FsUuid::default();
-    // SAFETY: `said` is the `struct fsuuid2` that the kernel expects and writes before it returns.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_GETFSUUID, &raw mut said) };
-    let uuid = said.uuid.get(..usize::from(said.len))?;
-    let says_something = result == 0 && uuid.iter().any(|&byte| byte != 0);
-    says_something.then(|| uuid.iter().map(|byte| format!("{byte:02x}")).collect())
+    let mut answer = FsUuid::default();
+    // SAFETY: `answer` is the `struct fsuuid2` that the kernel expects, and writes before it
+    // returns.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_GETFSUUID, &raw mut answer) };
+    let uuid = answer.uuid.get(..usize::from(answer.len))?;
+    let is_known = result == 0 && uuid.iter().any(|&byte| byte != 0);
+    is_known.then(|| uuid.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// The id that the device reports, and the number of the partition. Devices that report no id are
 /// known by their path.
 pub(crate) fn device_identity(file: &File, path: &Path) -> String {
     let names = ["dm/uuid", "wwid", "device/wwid", "device/serial", "serial", "loop/backing_file"];
-    let said = names.into_iter().filter_map(|name| device_attribute(file, name));
+    let reported = names.into_iter().filter_map(|name| device_attribute(file, name));
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let device = said.into_iter().find(|text| !text.is_empty());
+    let device = reported.into_iter().find(|text| !text.is_empty());
     let device = device.unwrap_or_else(|| path.display().to_string());
     let partition = device_attribute(file, "partition").unwrap_or_default();
     format!("device {device}, partition {partition}")

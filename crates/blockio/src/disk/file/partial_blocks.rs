@@ -127,9 +127,9 @@ mod tests {
         }
     }
 
-    type Waiting<'a> = Pin<Box<dyn Future<Output = Claimed> + 'a>>;
+    type ClaimFuture<'a> = Pin<Box<dyn Future<Output = Claimed> + 'a>>;
 
-    fn poll(future: &mut Waiting<'_>, wakes: &Arc<Wakes>) -> Option<Claimed> {
+    fn poll(future: &mut ClaimFuture<'_>, wakes: &Arc<Wakes>) -> Option<Claimed> {
         let waker = Waker::from(Arc::clone(wakes));
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(claimed) => Some(claimed),
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn writes_to_the_same_block_wait_in_order() {
         let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
-        let claim = |offset, len| -> Waiting<'_> { Box::pin(blocks.claim(offset, len)) };
+        let claim = |offset, len| -> ClaimFuture<'_> { Box::pin(blocks.claim(offset, len)) };
         let first = poll(&mut claim(512, 512), &wakes).unwrap();
         let apart = poll(&mut claim(4096, 512), &wakes).expect("another block is free");
         let (mut both, mut behind) = (claim(3584, 1024), claim(0, 512));
@@ -159,9 +159,9 @@ mod tests {
     #[test]
     fn a_dropped_write_is_not_waited_for() {
         let (blocks, wakes) = (Arc::new(Blocks::new(4096)), Arc::new(Wakes::default()));
-        let first = poll(&mut (Box::pin(blocks.claim(0, 512)) as Waiting<'_>), &wakes).unwrap();
-        let mut gone: Waiting<'_> = Box::pin(blocks.claim(0, 8192));
-        let mut last: Waiting<'_> = Box::pin(blocks.claim(4096, 4096));
+        let first = poll(&mut (Box::pin(blocks.claim(0, 512)) as ClaimFuture<'_>), &wakes).unwrap();
+        let mut gone: ClaimFuture<'_> = Box::pin(blocks.claim(0, 8192));
+        let mut last: ClaimFuture<'_> = Box::pin(blocks.claim(4096, 4096));
         assert!(poll(&mut gone, &wakes).is_none() && poll(&mut last, &wakes).is_none());
         drop(gone);
         assert_eq!(wakes.0.load(Ordering::Relaxed), 1);

@@ -337,13 +337,13 @@ fn size_of(file: impl AsFd) -> Result<u64, String> {
 /// The unit in which a disk gives back space, if it does: that of the device, or the block of the
 /// file system. The logical block if these report no unit that requests could keep to.
 fn discard_bytes(file: &File, is_block_device: bool, logical_block_bytes: u32) -> Option<u32> {
-    let said = if is_block_device {
+    let unit = if is_block_device {
         attributes::discard_bytes(file)?
     } else {
         let block = rustix::fs::fstatvfs(file).map_or(0, |stat| stat.f_frsize);
         u32::try_from(block).unwrap_or(0)
     };
-    Some(if said.is_power_of_two() { said.max(logical_block_bytes) } else { logical_block_bytes })
+    Some(if unit.is_power_of_two() { unit.max(logical_block_bytes) } else { logical_block_bytes })
 }
 
 /// Checks the size of a disk. With `request_bytes`, parts of such blocks may be written.

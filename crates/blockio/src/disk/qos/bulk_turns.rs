@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use super::Shared;
+use super::SharedState;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::thread::io::Io;
 
@@ -36,7 +36,7 @@ impl Default for BulkTurns {
 
 impl BulkTurns {
     /// The line of a disk on this IoThread, which all of its queues share.
-    pub(crate) fn for_disk(io: &Io, disk: &Arc<Shared>) -> Rc<Self> {
+    pub(crate) fn for_disk(io: &Io, disk: &Arc<SharedState>) -> Rc<Self> {
         let key = Arc::as_ptr(disk).addr();
         io.shared(key).unwrap_or_else(|| {
             let line = Rc::<Self>::default();

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use super::error_policy::{ErrorAction, RetryState, WaitCount};
 use super::limits::{Buckets, Direction};
-use super::{Rules, Shared};
+use super::{Rules, SharedState};
 use crate::clock;
 use crate::executor::semaphore::{FairSemaphore, Ticket};
 use crate::executor::sync::Lock;
@@ -162,7 +162,7 @@ pub enum WaitMode {
 /// The gate of one queue.
 pub(crate) struct Gate {
     io: Rc<Io>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     /// A recent copy of the rules, with its generation.
     rules: RefCell<(u64, Arc<Rules>)>,
     turns: [FairSemaphore; 2],
@@ -199,7 +199,7 @@ impl Drop for Charge {
 }
 
 impl Gate {
-    pub(crate) fn new(io: &Rc<Io>, shared: &Arc<Shared>) -> Self {
+    pub(crate) fn new(io: &Rc<Io>, shared: &Arc<SharedState>) -> Self {
         Self {
             io: Rc::clone(io),
             shared: Arc::clone(shared),

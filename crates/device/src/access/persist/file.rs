@@ -128,8 +128,8 @@ impl StateFile {
     }
 
     /// Leaves the file to another owner until it is [taken](Self::take) again.
-    pub(super) fn leave(&mut self) {
-        self.file.leave();
+    pub(super) fn release(&mut self) {
+        self.file.release();
     }
 
     /// Takes over the file of another process, which last loaded or saved this registry, or failed

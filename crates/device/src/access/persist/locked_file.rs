@@ -48,7 +48,7 @@ impl LockedFile {
     }
 
     /// Leaves the file at its place to another owner.
-    pub(super) fn leave(&mut self) {
+    pub(super) fn release(&mut self) {
         self.locked = None;
     }
 

@@ -22,12 +22,12 @@ impl Initiator {
         let stopped = self.take_queue().begin_final_stop();
         let next_avail = self.scene.wait(&stopped);
         let chain = self.put(UNIT.bytes(), cdb, out, room);
-        self.leave(&chain, next_avail);
+        self.make_recovered(&chain, next_avail);
         self.start_queue();
     }
 
     /// Makes a chain available that an earlier process took.
-    fn leave(&mut self, chain: &[Desc], base: u32) {
+    fn make_recovered(&mut self, chain: &[Desc], base: u32) {
         let next_avail = u16::try_from(base).unwrap();
         let account = self.scene.mark_requests();
         self.scene.offer_without_kick(chain);
@@ -57,7 +57,7 @@ fn buffers_for_events_are_not_told_of_as_requests() {
         let mut initiator = Initiator::new();
         let stopped = initiator.take_queue().begin_final_stop();
         let next_avail = initiator.scene.wait(&stopped);
-        initiator.leave(&[Desc::writable(DATA, 16)], next_avail);
+        initiator.make_recovered(&[Desc::writable(DATA, 16)], next_avail);
         let handle = initiator.scene.start_queue_of(&initiator.device, queue);
         let said = initiator.scene.events.take();
         assert_eq!(said.iter().map(String::as_str).collect::<Vec<_>>(), Vec::from_iter(heard));

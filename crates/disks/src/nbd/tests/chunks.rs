@@ -13,7 +13,7 @@ use super::super::flow::Flow;
 use super::super::options::NbdOptions;
 use super::super::pipe::Pipe;
 use super::super::requests::{IssuedRequest, State};
-use super::super::shared::Shared;
+use super::super::shared::SharedExport;
 use super::super::wire::{Command, Request};
 use super::scripted::{Event, READ, Server, WRITE};
 use super::{FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
@@ -174,7 +174,7 @@ fn a_call_zeroes_a_mib_of_holes() {
     let (thread, options) = (new_thread(), server.options());
     let (connected, _) = connect(&options).unwrap();
     let (of_disk, _) = connect(&options).unwrap();
-    let shared = Arc::new(Shared::new(options, false, SILENCE, of_disk));
+    let shared = Arc::new(SharedExport::new(options, false, SILENCE, of_disk));
     let pipe = Pipe::new(thread.io(), &shared, shared.add_pipe(&thread.io().remote()), 1);
     pipe.link_is_up(0, &shared.facts);
     let reads = Vec::from_iter((0..READS).map(|index| {

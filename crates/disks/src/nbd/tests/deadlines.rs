@@ -14,7 +14,7 @@ use super::super::connect::connect;
 use super::super::disk::NbdDisk;
 use super::super::link::Handle;
 use super::super::options::NbdOptions;
-use super::super::shared::Shared;
+use super::super::shared::SharedExport;
 use super::scripted::{FLUSH, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, wait_a_turn};
 
@@ -120,7 +120,7 @@ fn a_write_that_is_held_back_has_its_deadline_beside_an_idle_connection() {
     let options = NbdOptions { deadline: Some(DEADLINE), ..server.options() };
     let (connected, _) = connect(&options).unwrap();
     let thread = new_thread();
-    let shared = Arc::new(Shared::new(options, false, SILENCE, connected));
+    let shared = Arc::new(SharedExport::new(options, false, SILENCE, connected));
     let handle = Arc::new(Handle { shared: Arc::clone(&shared) });
     let disk = Rc::new(NbdDisk::new(&handle, thread.io()));
     while shared.remark() != "connections: 1" {

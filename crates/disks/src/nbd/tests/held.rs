@@ -14,7 +14,7 @@ use super::super::handshake::can;
 use super::super::options::NbdOptions;
 use super::super::pipe::{Pipe, Ticket};
 use super::super::requests::{IssuedRequest, State};
-use super::super::shared::{Condition, Orphan, Shared};
+use super::super::shared::{Condition, Orphan, SharedExport};
 use super::super::wire::{Command, Request};
 use super::scripted::Server;
 use super::{FLAGS, MIB, new_thread};
@@ -31,7 +31,7 @@ impl Scene {
         let (server, thread) = (Server::start(MIB, FLAGS), new_thread());
         let (connected, _) = connect(&server.options()).unwrap();
         let silence = Duration::from_secs(20);
-        let shared = Arc::new(Shared::new(server.options(), false, silence, connected));
+        let shared = Arc::new(SharedExport::new(server.options(), false, silence, connected));
         let number = shared.add_pipe(&thread.io().remote());
         let pipe = Pipe::new(thread.io(), &shared, number, 1);
         pipe.link_is_up(0, &shared.facts);
@@ -98,7 +98,7 @@ fn requests_go_to_another_connection_only_if_flushes_cover_all() {
         let (server, thread) = (Server::start(MIB, flags), new_thread());
         let options = NbdOptions { distrust, ..server.options() };
         let (connected, _) = connect(&options).unwrap();
-        let shared = Shared::new(options, read_only, Duration::from_secs(20), connected);
+        let shared = SharedExport::new(options, read_only, Duration::from_secs(20), connected);
         let [one, two] = [(); 2].map(|()| shared.add_pipe(&thread.io().remote()));
         [one, two].iter().for_each(|pipe| shared.set_condition(*pipe, Condition::Up(1)));
         let found = shared.another_pipe(one).map(|(number, _)| number);

@@ -11,7 +11,7 @@ use super::super::disk::NbdDisk;
 use super::super::link::Handle;
 use super::super::pipe::{Pipe, key_of};
 use super::super::requests::LARGE_BYTES;
-use super::super::shared::Shared;
+use super::super::shared::SharedExport;
 use super::scripted::{Event, READ, Server};
 use super::{FLAGS, MIB, Outcome, Running, filled, new_thread, wait_for};
 
@@ -20,7 +20,7 @@ use super::{FLAGS, MIB, Outcome, Running, filled, new_thread, wait_for};
 fn a_large_read_counts_from_its_request_to_its_answer_or_the_end_of_its_connection() {
     let server = Server::start(MIB, FLAGS);
     let (connected, _) = connect(&server.options()).unwrap();
-    let shared = Shared::new(server.options(), false, Duration::from_secs(60), connected);
+    let shared = SharedExport::new(server.options(), false, Duration::from_secs(60), connected);
     let (thread, shared) = (new_thread(), Arc::new(shared));
     let handle = Arc::new(Handle { shared: Arc::clone(&shared) });
     let disk = Rc::new(NbdDisk::new(&handle, thread.io()));

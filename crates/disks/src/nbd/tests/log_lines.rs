@@ -171,7 +171,7 @@ fn a_break_tells_of_unflushed_changes_once() {
         let options = NbdOptions { distrust, ..server.options() };
         let (connected, _) = super::super::connect::connect(&options).unwrap();
         let silence = Duration::from_secs(20);
-        let shared = super::super::shared::Shared::new(options, false, silence, connected);
+        let shared = super::super::shared::SharedExport::new(options, false, silence, connected);
         assert_eq!(shared.on_break(), UnflushedChanges::Nothing);
         shared.inherit(false, false);
         assert_eq!((shared.on_break(), shared.on_break()), (first, second));

@@ -11,7 +11,7 @@ use blockio::{DiskOptions, DiskSource, Error};
 use super::super::connect::connect;
 use super::super::handshake::can;
 use super::super::link::Handle;
-use super::super::shared::{Home, Shared};
+use super::super::shared::{Home, SharedExport};
 use super::super::{NbdSource, SILENCE, info};
 use super::scripted::{Event, FLUSH, Server};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
@@ -84,7 +84,7 @@ fn unused(server: &Server, read_only: bool) -> NbdSource {
     let (connected, _) = connect(&options).unwrap();
     let of_disk = DiskOptions { read_only, ..DiskOptions::default() };
     let info = info(&connected.facts, &of_disk).unwrap();
-    let shared = Arc::new(Shared::new(options, read_only, SILENCE, connected));
+    let shared = Arc::new(SharedExport::new(options, read_only, SILENCE, connected));
     let taken = AtomicU64::new(info.size_bytes);
     NbdSource { handle: Arc::new(Handle { shared }), name, info, taken }
 }

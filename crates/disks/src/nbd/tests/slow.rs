@@ -12,7 +12,7 @@ use super::super::connect::connect;
 use super::super::disk::NbdDisk;
 use super::super::handshake::can;
 use super::super::options::NbdOptions;
-use super::super::shared::Shared;
+use super::super::shared::SharedExport;
 use super::scripted::{Event, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
 use crate::nbd::link::Handle;
@@ -136,7 +136,7 @@ fn a_write_resumes_after_the_server_has_closed_its_connection() {
 fn an_awaited_connection_has_one_timer() {
     let server = Server::start(MIB, FLAGS);
     let (connected, _) = connect(&server.options()).unwrap();
-    let shared = Shared::new(server.options(), false, SILENCE, connected);
+    let shared = SharedExport::new(server.options(), false, SILENCE, connected);
     let (thread, handle) = (new_thread(), Arc::new(Handle { shared: Arc::new(shared) }));
     let _disk = NbdDisk::new(&handle, thread.io());
     server.change(|state| state.keeps_back = Some(1));

@@ -18,20 +18,20 @@ use super::super::link::check_not_less;
 use super::super::options::NbdOptions;
 use super::super::pipe::Pipe;
 use super::super::requests::{IssuedRequest, State};
-use super::super::shared::{Condition, Shared};
+use super::super::shared::{Condition, SharedExport};
 use super::super::wire::{Command, Framing, Request};
 use super::scripted::{READ, Server};
 use super::{FLAGS, MIB, Running, new_thread, open, wait_a_turn};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn shared(server: &Server) -> Arc<Shared> {
+fn shared(server: &Server) -> Arc<SharedExport> {
     let (connected, _) = connect(&server.options()).unwrap();
-    Arc::new(Shared::new(server.options(), false, 20 * SECOND, connected))
+    Arc::new(SharedExport::new(server.options(), false, 20 * SECOND, connected))
 }
 
 /// The connections of an IoThread, which carry nothing.
-fn pipe_of(thread: &IoThread, shared: &Arc<Shared>, links: usize) -> Rc<Pipe> {
+fn pipe_of(thread: &IoThread, shared: &Arc<SharedExport>, links: usize) -> Rc<Pipe> {
     let number = shared.add_pipe(&thread.io().remote());
     let pipe = Pipe::new(thread.io(), shared, number, links);
     (0..links).for_each(|index| pipe.link_is_up(index, &shared.facts));
@@ -113,7 +113,7 @@ fn requests_that_wait_end_by_deadline_by_loss_or_by_a_connection() {
     let deadline = 10 * SECOND;
     let (connected, _) = connect(&server.options()).unwrap();
     let options = NbdOptions { deadline: Some(deadline), ..server.options() };
-    let shared = Arc::new(Shared::new(options, false, 20 * SECOND, connected));
+    let shared = Arc::new(SharedExport::new(options, false, 20 * SECOND, connected));
     let thread = new_thread();
     let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
     let issue = |command| {
@@ -333,7 +333,8 @@ fn the_log_has_one_line_for_all_iothreads() {
     assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
     assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
     // A pipe whose requests have failed waits for nothing, and neither does a removed one.
-    let forgets: [fn(&Shared, u64); 2] = [Shared::forget_stall, Shared::remove_pipe];
+    let forgets: [fn(&SharedExport, u64); 2] =
+        [SharedExport::forget_stall, SharedExport::remove_pipe];
     for forget in forgets {
         late(two, 80, 2);
         assert_eq!(look(two, 86, false), Some(Line::Waits(6 * SECOND)));

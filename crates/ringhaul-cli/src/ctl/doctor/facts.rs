@@ -56,8 +56,8 @@ pub(super) struct ThreadFacts {
     pub(super) cpus: String,
 }
 
-/// The counters at one look.
-struct Look {
+/// The counters at one time.
+struct Reading {
     stats: DaemonStats,
     devices: BTreeMap<String, BlockDevice>,
     time: Instant,
@@ -75,9 +75,9 @@ impl Facts {
         time: Duration,
     ) -> Result<Self> {
         let details = details(daemon, export)?;
-        let before = Look::new(daemon, &details)?;
+        let before = Reading::new(daemon, &details)?;
         std::thread::sleep(time);
-        let after = Look::new(daemon, &details)?;
+        let after = Reading::new(daemon, &details)?;
         let process: ProcessStatus = ask(daemon, "process", &json!({}))?;
         let mut threads = Vec::new();
         for (old, new) in before.stats.iothreads.iter().zip(&after.stats.iothreads) {
@@ -98,14 +98,14 @@ impl Facts {
 }
 
 impl ExportFacts {
-    fn new(details: ExportDetails, before: &Look, after: &Look) -> Self {
+    fn new(details: ExportDetails, before: &Reading, after: &Reading) -> Self {
         let name = details.status.name();
-        let stats = |look: &Look| {
+        let stats = |look: &Reading| {
             let mut exports = look.stats.exports.iter();
             exports.find(|stats| stats.name == name).cloned()
         };
         let device = |number: &Option<String>| {
-            let of = |look: &Look| look.devices.get(number.as_ref()?).copied();
+            let of = |look: &Reading| look.devices.get(number.as_ref()?).copied();
             Some([of(before)?, of(after)?])
         };
         let devices = details.disks.iter().map(|disk| device(&disk.device_number)).collect();
@@ -122,7 +122,7 @@ impl ExportFacts {
     }
 }
 
-impl Look {
+impl Reading {
     fn new(daemon: &mut Connection, exports: &[ExportDetails]) -> Result<Self> {
         let stats = ask(daemon, "stats", &json!({}))?;
         let disks = exports.iter().flat_map(|export| &export.disks);

@@ -40,7 +40,7 @@ const SHARED: [&str; 2] = ["user", "pid"];
 const OOM: &str = "oom_score_adj";
 
 /// The place of a process.
-pub(super) struct Place {
+pub(super) struct ProcessPlace {
     id: Pid,
     status: Status,
     limits: Vec<(&'static str, Resource, Rlimit)>,
@@ -54,7 +54,7 @@ pub(super) struct Place {
     cgroups: Vec<Result<PathBuf>>,
 }
 
-impl Place {
+impl ProcessPlace {
     /// Reads the place of a process.
     ///
     /// # Errors
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn the_place_of_this_process_asks_for_no_move() {
-        let place = Place::of(getpid()).unwrap();
+        let place = ProcessPlace::of(getpid()).unwrap();
         assert!(place.namespaces.is_empty() && place.root.is_none() && place.cgroups.is_empty());
         // Nothing differs, so nothing needs a right.
         place.adopt_rights().unwrap();
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_process_has_the_rights_of_one_user_and_group() {
-        let mut place = Place::of(getpid()).unwrap();
+        let mut place = ProcessPlace::of(getpid()).unwrap();
         (place.status.users, place.status.groups) = ([7; 3], [8; 3]);
         place.check_owner(7, 8).unwrap();
         for (user, group) in [(0, 8), (7, 0)] {

@@ -24,7 +24,7 @@ use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use serde::{Deserialize, Serialize};
 
 use super::link::DaemonProcess;
-use super::place::Place;
+use super::place::ProcessPlace;
 
 /// The hidden command.
 pub(crate) const COMMAND: &str = "become-successor";
@@ -217,7 +217,7 @@ impl Successor {
     }
 
     /// Lets the process run on.
-    pub(super) fn leave(&mut self) {
+    pub(super) fn detach(&mut self) {
         self.handle = None;
     }
 
@@ -275,7 +275,7 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
         check_unit(daemon, user, group)?;
         None
     } else {
-        let place = Place::of(daemon)?;
+        let place = ProcessPlace::of(daemon)?;
         place.check_owner(user, group)?;
         Some(place)
     };
@@ -283,7 +283,7 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
     check_runs(&process)?;
     check_log_options(&start.log_options)?;
     // The units forbid new privileges, so that their processes count as confined.
-    let is_confined = place.as_ref().is_none_or(Place::is_confined);
+    let is_confined = place.as_ref().is_none_or(ProcessPlace::is_confined);
     let sandbox = chosen_sandbox(caller.sandbox, sandbox, is_confined);
     match place {
         Some(place) => {
@@ -480,7 +480,7 @@ mod tests {
         drop(successor);
         assert!(!runs(process), "it stays");
         let (mut successor, process) = sleeper();
-        successor.leave();
+        successor.detach();
         drop(successor);
         assert!(runs(process), "it was killed");
         kill_process(process, rustix::process::Signal::KILL).unwrap();

@@ -41,7 +41,7 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
 }
 
 /// Resumes the session, and returns its first progress.
-fn go_on(scene: &mut Scene, session: &mut Session) -> SessionProgress {
+fn resume(scene: &mut Scene, session: &mut Session) -> SessionProgress {
     session.begin_resume();
     loop {
         match session.progress(Instant::now()) {
@@ -66,12 +66,12 @@ fn another_size_is_told_when_the_queues_go_on() {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         let (ours, mut news) = UnixStream::pair().unwrap();
         news.set_nonblocking(true).unwrap();
-        assert_eq!(scene.tell(&Request::SetBackendReqFd, vec![ours.into()]), Ended::Done);
+        assert_eq!(scene.deliver(&Request::SetBackendReqFd, vec![ours.into()]), Ended::Done);
         scene.start();
         let (mut other, mut session, _front_end) = take_over(&mut scene, bytes);
         let nothing = news.read(&mut [0; 64]).unwrap_err();
         assert_eq!(nothing.kind(), ErrorKind::WouldBlock);
-        assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+        assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
         assert_eq!(news.read(&mut [0; 64]).is_ok_and(|bytes| bytes == 12), is_told);
         end(other, session);
         scene.end();
@@ -84,14 +84,14 @@ fn calls_reach_a_socket_before_and_after() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let (mut calls, theirs) = UnixStream::pair().unwrap();
     let set_call = Request::SetVringCall { index: 1, has_fd: true };
-    assert_eq!(scene.tell(&set_call, vec![theirs.into()]), Ended::Done);
+    assert_eq!(scene.deliver(&set_call, vec![theirs.into()]), Ended::Done);
     // A queue makes a call when it starts.
     scene.start();
     scene.io.turn(Wait::Never).unwrap();
     read_call(&mut calls);
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     scene.end();
-    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+    assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
     other.io.turn(Wait::Never).unwrap();
     read_call(&mut calls);
     end(other, session);
@@ -112,7 +112,7 @@ fn a_ring_outside_the_memory_stops_alone() {
     let nowhere = addresses(USER_ADDR + MEMORY_BYTES);
     scene.connection.rings[1].settings.addresses = Some(nowhere);
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
-    let lost = go_on(&mut other, &mut session);
+    let lost = resume(&mut other, &mut session);
     assert!(
         matches!(&lost, SessionProgress::RingLost(why) if why.contains("not in its memory")),
         "{lost:?}"
@@ -127,15 +127,15 @@ fn a_ring_outside_the_memory_stops_alone() {
 #[test]
 fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let made = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]);
+    let made = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![]);
     let Ended::Answer(body) = made else { panic!("it was refused: {made:?}") };
     let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let brought = file.try_clone().unwrap();
-    assert_eq!(scene.tell(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
+    assert_eq!(scene.deliver(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     rustix::io::pwrite(&file, &[77, 0], SECOND_VERSION).unwrap();
-    let ended = go_on(&mut other, &mut session);
+    let ended = resume(&mut other, &mut session);
     assert!(
         matches!(&ended, SessionProgress::Ended(End::Dropped(why)) if why.contains("version 77")),
         "{ended:?}"
@@ -178,7 +178,7 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
         let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
         scene.start();
         let (mut other, mut session, front_end) = take_over_with(&mut scene, scsi());
-        assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+        assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
         let begin = if is_end { Session::begin_end } else { Session::begin_pause };
         begin(&mut session);
         assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
@@ -211,7 +211,7 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
         scene.start();
         scene.connection.rings[3].settings.addresses = Some(addresses(USER_ADDR + place));
         let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
-        let lost = go_on(&mut other, &mut session);
+        let lost = resume(&mut other, &mut session);
         assert!(matches!(lost, SessionProgress::RingLost(_)), "{lost:?}");
         assert_eq!(states(&session), ["Running", "Running", "Running", "Stopped"]);
         end(other, session);
@@ -228,7 +228,7 @@ fn a_pause_that_is_given_up_stops_no_ring_of_requests() {
     session.begin_resume();
     assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
     assert_eq!(states(&session), ["Stopped", "Starting", "Starting", "Starting"]);
-    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+    assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
     session.begin_pause();
     assert_eq!(session.progress(Instant::now()), SessionProgress::Waiting);
     assert_eq!(states(&session), ["Stopping", "Running", "Running", "Running"]);
@@ -328,7 +328,7 @@ fn only_the_process_that_continues_a_session_closes_its_connection() {
         let setup = other.connection.setup.clone();
         let mut session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
         if has_resumed {
-            assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+            assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
             end(other, session);
         } else {
             drop(session);
@@ -390,9 +390,9 @@ fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let stop = Request::GetVringBase { index: 1 };
-    assert!(matches!(scene.tell(&stop, vec![]), Ended::Answer(_)));
+    assert!(matches!(scene.deliver(&stop, vec![]), Ended::Answer(_)));
     let (mut other, mut session, front_end) = take_over(&mut scene, 1 << 20);
-    assert_eq!(go_on(&mut other, &mut session), SessionProgress::Handled);
+    assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
     assert_eq!(states(&session), ["Running", "Stopped"]);
     // The end of the back-end, as its own channel for messages.
     let (code, body) = Request::SetBackendReqFd.encode();
@@ -417,14 +417,15 @@ fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
 /// A session in use. None of its fields has the value that it has in a new session.
 fn in_use() -> (Scene, Channel) {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let Ended::Answer(body) = scene.tell(&Request::GetInflightFd(inflight_area()), vec![]) else {
+    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
+    else {
         panic!("it was refused");
     };
     let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let news = UnixStream::pair().unwrap().0;
     let set = [(Request::SetInflightFd(area), file), (Request::SetBackendReqFd, news.into())];
     for (request, fd) in set {
-        assert_eq!(scene.tell(&request, vec![fd]), Ended::Done, "{request:?}");
+        assert_eq!(scene.deliver(&request, vec![fd]), Ended::Done, "{request:?}");
     }
     scene.start();
     scene.begin_log();
@@ -437,7 +438,7 @@ fn in_use() -> (Scene, Channel) {
         (Request::SetVringBase { index: 1, base: 7 }, false),
     ] {
         let fds = has_fd.then(new_eventfd).into_iter().collect();
-        assert_eq!(scene.tell(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
     }
     scene.connection.begin_pause();
     scene.settle().unwrap();

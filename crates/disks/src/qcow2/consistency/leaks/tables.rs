@@ -38,7 +38,7 @@ pub(in crate::qcow2) fn check(
     let disk = source.attach(thread.io());
     let until = Instant::now() + BOUNDS.time;
     let mut reader = Reader { source: &source, disk, left_bytes: BOUNDS.read_bytes, until };
-    let mut found = Found { cluster: header.cluster_bytes.into(), ..Found::default() };
+    let mut found = ImageTables { cluster: header.cluster_bytes.into(), ..ImageTables::default() };
     let is_writable = !source.info().read_only;
     // Other oddities show when the image is opened.
     let _ = thread.block_on(found.check(&mut reader, is_writable))?;
@@ -61,7 +61,7 @@ pub(in crate::qcow2) fn check(
 
 /// Tables of an image, and their faults.
 #[derive(Default)]
-struct Found {
+struct ImageTables {
     cluster: u64,
     /// The first table behind the end of the file, and the number of such tables.
     behind: Option<(u64, u64)>,
@@ -77,7 +77,7 @@ struct Found {
     blocks: Vec<u64>,
 }
 
-impl Found {
+impl ImageTables {
     async fn check(&mut self, reader: &mut Reader<'_>, is_writable: bool) -> Result<(), End> {
         let front = reader.read(0, FRONT_BYTES as u64).await?;
         let front = front.first_chunk().ok_or(ODD_TABLE)?;
