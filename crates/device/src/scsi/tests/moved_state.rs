@@ -105,8 +105,10 @@ fn a_state_that_does_not_fit_is_refused_with_the_reason() {
         (|state| state["units"] = serde_json::json!([]), "has no unit 0:1"),
         (
             |state| {
-                let unit = state["units"][0].clone();
-                state["units"] = serde_json::json!([unit, unit]);
+                // Another unit may stand between the two.
+                let (unit, mut other) = (state["units"][0].clone(), state["units"][0].clone());
+                other["lun"] = 7.into();
+                state["units"] = serde_json::json!([unit, other, unit]);
             },
             "a unit twice; use the output",
         ),
