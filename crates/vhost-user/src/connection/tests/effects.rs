@@ -1,5 +1,6 @@
 //! Lasting effects of messages on rings, descriptors and memory.
 
+use device::blk::config::F_RING_PACKED;
 use virtqueue::driver::{Desc, Driver};
 use virtqueue::{MemoryFiles, QueueConfig};
 
@@ -376,6 +377,28 @@ fn only_queues_with_something_to_mark_have_the_log() {
 /// A log of this many bytes.
 fn log_of(size: u64) -> Request {
     Request::SetLogBase(LogArea { size, file_offset: 0 })
+}
+
+/// The flags and the index of a split ring, and the event index behind its 16 elements. A packed
+/// ring has the device's event suppression alone.
+#[test]
+fn the_log_has_room_for_each_byte_of_a_used_ring() {
+    const END: u64 = 2 * (GUEST_ADDR + MEMORY_BYTES);
+    for (features, bytes) in [(0, 2 + 2 + 16 * 8 + 2), (1 << F_RING_PACKED, 4)] {
+        let mut scene = Scene::new(PROTOCOL_FEATURES);
+        set_up_ring(&mut scene, F_PROTOCOL_FEATURES | 1 << 32 | features);
+        let enable = Request::SetVringEnable { index: 1, value: 1 };
+        assert_eq!(scene.tell(&enable, vec![]), Ended::Done);
+        let log = scene.memory();
+        assert!(matches!(scene.tell(&log_of(END / (8 * 4096)), log), Ended::Answer(_)));
+        for (room, has_room) in [(bytes, true), (bytes - 1, false)] {
+            let addresses = addresses(USER_ADDR + 0x4000);
+            let set = Request::SetVringAddr { index: 1, addresses, log: Some(END - room) };
+            let is_done = scene.tell(&set, vec![]) == Ended::Done;
+            assert_eq!(is_done, has_room, "{room} bytes, features {features:#x}");
+        }
+        scene.end();
+    }
 }
 
 /// A queue must not write beyond the end of its log.
