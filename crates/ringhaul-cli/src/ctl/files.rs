@@ -110,9 +110,44 @@ fn may_write(found: &Metadata, user: u32, group: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt, fchown};
+
     use ringhaul::spec::{DeviceSpec, EndpointSpec};
 
     use super::*;
+
+    /// The first class of users counts that the daemon belongs to, also if it may do less.
+    #[test]
+    fn the_mode_of_a_file_says_whether_the_daemon_may_write() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        if geteuid().is_root() {
+            // Modes do not restrict root.
+            fchown(file.as_file(), Some(12_345), Some(12_345)).unwrap();
+        }
+        let own = file.as_file().metadata().unwrap();
+        // Of the owner, of the group, of others, and root.
+        let users = [
+            (own.uid(), own.gid()),
+            (own.uid(), own.gid() + 1),
+            (own.uid() + 1, own.gid()),
+            (own.uid() + 1, own.gid() + 1),
+        ];
+        for (mode, expected) in [
+            (0o200, [true, true, false, false]),
+            (0o020, [false, false, true, false]),
+            (0o002, [false, false, false, true]),
+            (0o555, [false; 4]),
+        ] {
+            file.as_file().set_permissions(Permissions::from_mode(mode)).unwrap();
+            let found = file.as_file().metadata().unwrap();
+            for ((user, group), expected) in users.into_iter().zip(expected) {
+                let may = may_write(&found, user, group);
+                assert_eq!(may, expected, "{mode:o} for {user}:{group}");
+            }
+            assert!(may_write(&found, 0, own.gid()), "root may write to each file");
+        }
+    }
 
     /// The file of a new unit is opened as the daemon would open it.
     #[test]

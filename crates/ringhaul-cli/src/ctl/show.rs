@@ -418,6 +418,30 @@ UNIT  RERROR  WERROR  WAITED  LIMITS
         assert_eq!(answer("metrics", &metrics, Form::Lines), metrics["text"].as_str().unwrap());
     }
 
+    /// Disks of an export for virtio-blk have no place.
+    #[test]
+    fn a_command_shows_the_warnings_of_the_disk_that_it_adds() {
+        let mut disks = vec![
+            json!({ "target": 0, "lun": 1, "warning": "a" }),
+            json!({ "target": 1, "lun": 1, "warning": "b" }),
+            json!({ "target": 1, "lun": 2, "warning": "c" }),
+        ];
+        disks.push(json!({ "target": 1, "lun": 3 }));
+        let shown = json!({ "disks": disks });
+        for (added, expected) in [
+            (Some(json!({ "target": 1, "lun": 1 })), &["b"][..]),
+            (Some(json!({ "target": 1, "lun": 2 })), &["c"]),
+            // The target is 0 by default.
+            (Some(json!({ "lun": 1 })), &["a"]),
+            (Some(json!({ "lun": 2 })), &[]),
+            (Some(json!({ "target": 1, "lun": 3 })), &[]),
+            (None, &["a", "b", "c"]),
+        ] {
+            assert_eq!(warnings(&shown, added.as_ref()), expected, "{added:?}");
+        }
+        assert_eq!(warnings(&json!({ "disks": [{ "warning": "d" }] }), None), ["d"]);
+    }
+
     #[test]
     fn events_are_lines() {
         for (json, line) in [
