@@ -701,6 +701,27 @@ mod tests {
 
     const NULL: &str = "{ null = { size-bytes = 512 } }";
 
+    /// The disk is locked until the export before has ended.
+    #[test]
+    fn a_disk_goes_from_a_removed_export_to_one_that_is_added() {
+        let text = |name: &str| {
+            let disk = "{ file = \"FOLDER/disk\" }";
+            blk(name).replace(NULL, disk)
+        };
+        let mut scene = Scene::new(&text("a"), |config| {
+            let DeviceSpec::Blk(DiskSpec::File(path)) = &config.exports[0].device else {
+                panic!("{:?}", config.exports)
+            };
+            std::fs::write(path, [0; 512]).unwrap();
+            config.exports.clone()
+        });
+        // Names sort before and behind the one of the export before.
+        for name in ["b", "a", "c"] {
+            scene.reload(&text(name));
+            assert_eq!(scene.names(), [name]);
+        }
+    }
+
     /// Each reload would otherwise leave a thread behind.
     #[test]
     fn readers_that_hang_refuse_a_further_reader_from_some_number_on() {
