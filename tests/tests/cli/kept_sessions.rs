@@ -218,47 +218,56 @@ fn a_takeover_that_fails_leaves_one_stash_to_the_next_one() -> Result<()> {
     manager.wait_stored(&["rh-1"])
 }
 
-/// The next process refuses a session whose unit had another disk.
+/// The next process refuses a session whose unit had another disk. The unit gets its new disk by a
+/// command, or by the next command line.
 #[test]
 fn the_stored_session_has_the_present_units() -> Result<()> {
-    let folders = test_folders()?;
-    let disks: Vec<_> = ["a.img", "b.img"]
-        .iter()
-        .map(|name| folders.disk(name, DISK_BYTES))
-        .collect::<Result<_>>()?;
-    let path = folders.socket("manager");
-    let complete = |command: &mut Command| {
-        command.args(["--keep-connections", "on", "--name", "vm", "--device", "scsi", "--lun"]);
-        command.arg(format!("0,blk-file={}", disks[0].display()));
-        command.arg("--socket-path").arg(folders.socket("vm.sock"));
-        command.arg("--control").arg(folders.socket("control"));
-        Ok(())
-    };
-    let mut command = ringhaul()?;
-    let manager = ServiceManager::listen(&path, &mut command)?;
-    complete(command.arg("serve"))?;
-    let mut daemon = Running::serve(&mut command)?;
-    let mut client = Client::new(&folders.socket("control"))?;
-    let mut add = |disk: &Path| -> Result<()> {
-        let unit = json!({ "lun": 1, "disk": { "file": disk } });
-        let added = client.call("lun.add", &json!({ "export": "vm", "unit": unit }))?;
-        ensure!(added["error"].is_null(), "{added}");
-        Ok(())
-    };
-    add(&disks[1])?;
-    let _frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
-    manager.wait_stored(&["rh-0"])?;
-    let of_unit = json!({ "export": "vm", "lun": 1 });
-    let removed = Client::new(&folders.socket("control"))?.call("lun.remove", &of_unit)?;
-    ensure!(removed["error"].is_null(), "{removed}");
-    add(&folders.disk("c.img", DISK_BYTES)?)?;
-    daemon.signal(Signal::KILL)?;
-    daemon.finish()?;
-    manager.wait_stored(&["rh-0"])?;
-    let mut next = manager.start_with_stored(&path, complete)?;
-    next.wait_for("continues with the front-end of the killed daemon")?;
-    next.signal(Signal::TERM)?;
-    next.finish()?.expect_code(0).map(drop)
+    for adds_by_command in [true, false] {
+        let folders = test_folders()?;
+        let [first, before, now] = ["a.img", "b.img", "c.img"]
+            .map(|name| folders.disk(name, DISK_BYTES).map(|path| path.display().to_string()));
+        let (first, before, now) = (first?, before?, now?);
+        let path = folders.socket("manager");
+        let complete = |command: &mut Command, more: &[&str]| {
+            command.args(["--keep-connections", "on", "--name", "vm", "--device", "scsi"]);
+            command.arg("--lun").arg(format!("0,blk-file={first}")).args(more);
+            command.arg("--socket-path").arg(folders.socket("vm.sock"));
+            command.arg("--control").arg(folders.socket("control"));
+        };
+        let mut command = ringhaul()?;
+        let manager = ServiceManager::listen(&path, &mut command)?;
+        complete(command.arg("serve"), &[]);
+        let mut daemon = Running::serve(&mut command)?;
+        let call = |method: &str, params: &Value| -> Result<()> {
+            let done = Client::new(&folders.socket("control"))?.call(method, params)?;
+            ensure!(done["error"].is_null(), "{done}");
+            Ok(())
+        };
+        let unit =
+            |disk: &str| json!({ "export": "vm", "unit": { "lun": 1, "disk": { "file": disk } } });
+        call("lun.add", &unit(&before))?;
+        let _frontend = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+        manager.wait_stored(&["rh-0"])?;
+        call("lun.remove", &json!({ "export": "vm", "lun": 1 }))?;
+        let mut more = Vec::new();
+        let of_next = format!("1,blk-file={now}");
+        if adds_by_command {
+            call("lun.add", &unit(&now))?;
+        } else {
+            more = vec!["--lun", &of_next];
+        }
+        daemon.signal(Signal::KILL)?;
+        daemon.finish()?;
+        manager.wait_stored(&["rh-0"])?;
+        let mut next = manager.start_with_stored(&path, |command| {
+            complete(command, &more);
+            Ok(())
+        })?;
+        next.wait_for("continues with the front-end of the killed daemon")?;
+        next.signal(Signal::TERM)?;
+        next.finish()?.expect_code(0)?;
+    }
+    Ok(())
 }
 
 /// The kills are spread over the time that a takeover takes.
