@@ -52,6 +52,17 @@ impl Mover {
         Ok(())
     }
 
+    /// Lets the target tell the source that it has refused a guest, if both have this set.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn set_return_path(&mut self, is_on: bool) -> Result<()> {
+        let capabilities = json!([{"capability": "return-path", "state": is_on}]);
+        let capabilities = json!({"capabilities": capabilities});
+        self.monitor.execute_with("migrate-set-capabilities", &capabilities)?;
+        Ok(())
+    }
+
     /// Cancels the move. The guest continues here.
     ///
     /// # Errors

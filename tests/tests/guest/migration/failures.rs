@@ -1,8 +1,10 @@
 //! Moves during which a daemon is killed, and QEMUs that continue at the wrong place.
 
 use anyhow::{Result, ensure};
+use ringhaul_tools::process::retry;
 
-use super::scene::{Device, DiskKind, SLOW, Scene};
+use super::scene::{Device, DiskKind, FAST, SLOW, Scene};
+use crate::LIMIT;
 
 /// The daemon of the target is killed before the guest moves, and the daemon of the source after
 /// that.
@@ -71,4 +73,38 @@ fn a_source_that_returns_waits_for_the_lock_of_an_image() -> Result<()> {
 #[test]
 fn a_source_that_returns_waits_for_the_lock_of_a_unit() -> Result<()> {
     a_second_guest_is_refused(Device::Scsi, DiskKind::Raw)
+}
+
+/// The target's QEMU refuses the state of a guest that uses a feature which its daemon does not offer.
+/// The guest continues at the source: by itself if the target reports its failure there.
+#[test]
+fn a_target_without_the_features_of_the_guest_is_refused() -> Result<()> {
+    let Some(mut scene) = Scene::new(Device::PackedBlk, DiskKind::Raw, &[])? else {
+        return Ok(());
+    };
+    let mut source = scene.start("a", false)?;
+    source.guest.wait_rounds(2)?;
+    scene.kill("b")?;
+    scene.serve_with("b", &["--in-order", "on"])?;
+    for is_told in [false, true] {
+        source.monitor.set_return_path(is_told)?;
+        let mut target = scene.start("b", true)?;
+        target.monitor.set_return_path(is_told)?;
+        let socket = scene.accept(&mut target)?;
+        source.monitor.begin(&socket, FAST)?;
+        retry(LIMIT, || {
+            let console = target.guest.console();
+            ensure!(console.contains("unsupported. Allowed features"), "{console}");
+            Ok(())
+        })?;
+        if is_told {
+            source.monitor.wait_for("failed")?;
+        } else {
+            source.monitor.wait_for("completed")?;
+            source.monitor.resume()?;
+        }
+        source.guest.wait_rounds(2)?;
+    }
+    drop(source);
+    scene.check_image()
 }

@@ -47,6 +47,11 @@ fn a_guest_moves_with_packed_rings() -> Result<()> {
 }
 
 #[test]
+fn a_guest_moves_on_a_unit_with_packed_rings() -> Result<()> {
+    moves_there_and_back(Device::PackedScsi, DiskKind::Qcow2, &[])
+}
+
+#[test]
 fn a_guest_moves_on_a_unit_with_an_nbd_server() -> Result<()> {
     moves_there_and_back(Device::Scsi, DiskKind::Nbd, &[])
 }

@@ -34,16 +34,16 @@ impl Linux {
     }
 
     fn options(&self, daemon: &str) -> VmOptions {
-        let bus = if self.device == Device::Scsi { Bus::Scsi } else { Bus::Blk };
+        let bus = if self.device.is_scsi() { Bus::Scsi } else { Bus::Blk };
         let socket = self.scene.socket(daemon);
         let disk = Disk { bus, socket, num_queues: 2, queue_size: 256 };
-        let (disks, packed) = (vec![disk], self.device == Device::PackedBlk);
+        let (disks, packed) = (vec![disk], self.device.is_packed());
         // An initramfs of 100 MiB, whose archive needs as much for a moment.
         VmOptions { disks, packed, memory_mib: 512, traces_messages: true, ..VmOptions::default() }
     }
 
     fn disk(&self) -> &'static str {
-        if self.device == Device::Scsi { "sda" } else { "vda" }
+        if self.device.is_scsi() { "sda" } else { "vda" }
     }
 
     fn boot(&self, daemon: &str) -> Result<Vm> {

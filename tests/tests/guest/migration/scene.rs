@@ -36,14 +36,17 @@ pub(super) enum Device {
     /// virtio-blk with packed rings.
     PackedBlk,
     Scsi,
+    /// virtio-scsi with packed rings.
+    PackedScsi,
 }
 
 impl Device {
-    fn layout(self) -> RingLayout {
-        match self {
-            Self::Blk | Self::Scsi => RingLayout::Split,
-            Self::PackedBlk => RingLayout::Packed,
-        }
+    pub(super) fn is_packed(self) -> bool {
+        matches!(self, Self::PackedBlk | Self::PackedScsi)
+    }
+
+    pub(super) fn is_scsi(self) -> bool {
+        matches!(self, Self::Scsi | Self::PackedScsi)
     }
 }
 
@@ -161,6 +164,11 @@ impl Scene {
 
     /// Starts a daemon.
     pub(super) fn serve(&mut self, name: &'static str) -> Result<()> {
+        self.serve_with(name, &[])
+    }
+
+    /// Starts a daemon with further options.
+    pub(super) fn serve_with(&mut self, name: &'static str, more: &[&str]) -> Result<()> {
         let path = self.disk().display().to_string();
         let disk = match (self.kind, &self.server) {
             (DiskKind::Nbd, Some(server)) => server.uri("disk"),
@@ -170,10 +178,10 @@ impl Scene {
         let mut command = ringhaul()?;
         command.arg("serve").arg("--socket-path").arg(self.folders.socket(name));
         command.arg("--control").arg(self.control(name));
-        command.args(["--lock", "late", "--num-queues", "2"]).args(&self.options);
-        match self.device {
-            Device::Blk | Device::PackedBlk => command.args(["--disk", &disk]),
-            Device::Scsi => command.args(["--device", "scsi", "--lun", &format!("0,disk={disk}")]),
+        command.args(["--lock", "late", "--num-queues", "2"]).args(&self.options).args(more);
+        match self.device.is_scsi() {
+            false => command.args(["--disk", &disk]),
+            true => command.args(["--device", "scsi", "--lun", &format!("0,disk={disk}")]),
         };
         self.daemons.insert(name, Running::serve(&mut command)?);
         Ok(())
@@ -250,8 +258,9 @@ impl Scene {
 
     /// Starts a QEMU with a guest, or one that waits for a guest.
     pub(super) fn start(&self, name: &str, is_target: bool) -> Result<QemuHost> {
-        let is_scsi = self.device == Device::Scsi;
-        let vmm = Vmm::QemuMoved { layout: self.device.layout(), is_target, is_scsi };
+        let layouts = [RingLayout::Split, RingLayout::Packed];
+        let layout = layouts[usize::from(self.device.is_packed())];
+        let vmm = Vmm::QemuMoved { layout, is_target, is_scsi: self.device.is_scsi() };
         let guest = KvmGuest::start(&vmm, &self.folders.socket(name))?;
         let monitor = Mover::new(&guest)?;
         Ok(QemuHost { guest, monitor })
@@ -259,11 +268,17 @@ impl Scene {
 
     /// Starts a QEMU that waits for a guest at the second result.
     pub(super) fn target(&self, name: &str) -> Result<(QemuHost, PathBuf)> {
+        let mut target = self.start(name, true)?;
+        let socket = self.accept(&mut target)?;
+        Ok((target, socket))
+    }
+
+    /// Lets a QEMU that was started as a target wait for a guest at the result.
+    pub(super) fn accept(&self, target: &mut QemuHost) -> Result<PathBuf> {
         let socket = self.folders.socket("move");
         let _ = std::fs::remove_file(&socket);
-        let mut target = self.start(name, true)?;
         target.monitor.accept(&socket)?;
-        Ok((target, socket))
+        Ok(socket)
     }
 
     /// Moves a guest to a QEMU at the daemon `to`, and waits until it runs there.

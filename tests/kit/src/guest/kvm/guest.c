@@ -296,24 +296,18 @@ static void step(struct place *place, u16 descs) {
     }
 }
 
-/* Makes the slot's request available in a packed ring: the flags of the first descriptor come last,
- * because they make the whole chain available. */
-static void offer_packed(u32 index, u32 place, u32 data_bytes) {
+/* Makes a request of these buffers available in a packed ring: the flags of the first descriptor
+ * come last, because they make the whole chain available. */
+static void offer_packed(u32 index, u32 place, const struct desc *buffers, u32 count) {
     struct packed_queue *queue = &packed_queues[index];
-    struct slot *slot = &slots[index][place];
     struct place *next = &next_avail[index];
     u16 first = next->at, first_flags = 0;
-    u64 addrs[3] = {(u64)&slot->header, (u64)slot->data, (u64)&slot->status};
-    u32 lens[3] = {16, data_bytes, 1};
-    u16 flags[3] = {F_NEXT, slot->type == OUT ? F_NEXT : F_NEXT | F_WRITE, F_WRITE};
-    slot->descs = data_bytes ? 3 : 2;
-    for (u32 part = 0; part < 3; part++) {
-        if (lens[part] == 0)
-            continue;
+    slots[index][place].descs = count;
+    for (u32 part = 0; part < count; part++) {
         u16 at = next->at;
-        u16 word = flags[part] | (next->wrap ? F_AVAIL : F_USED);
-        queue->descs[at].addr = addrs[part];
-        queue->descs[at].len = lens[part];
+        u16 word = buffers[part].flags | (next->wrap ? F_AVAIL : F_USED);
+        queue->descs[at].addr = buffers[part].addr;
+        queue->descs[at].len = buffers[part].len;
         queue->descs[at].id = place;
         if (part == 0)
             first_flags = word;
@@ -335,8 +329,22 @@ static const u8 control_commands[][10] = {
     {0x1a, 8, 8, 0, CONTROL_BYTES},
 };
 
-/* Describes the slot's request as a SCSI command. */
-static void describe_command(struct slot *slot, struct desc *desc, u16 head, u32 data_bytes) {
+/* Describes the slot's request as one of virtio-blk. Returns the number of buffers. */
+static u32 describe_request(struct slot *slot, struct desc *buffers, u32 data_bytes) {
+    u32 count = 0;
+    slot->header.type = slot->type;
+    slot->header.sector = (u64)slot->block * (BLOCK_BYTES / 512);
+    slot->status = 0xff;
+    buffers[count++] = (struct desc){(u64)&slot->header, 16, 0, 0};
+    if (data_bytes)
+        buffers[count++] =
+            (struct desc){(u64)slot->data, data_bytes, slot->type == OUT ? 0 : F_WRITE, 0};
+    buffers[count++] = (struct desc){(u64)&slot->status, 1, F_WRITE, 0};
+    return count;
+}
+
+/* Describes the slot's request as a SCSI command. Returns the number of buffers. */
+static u32 describe_command(struct slot *slot, struct desc *buffers, u32 data_bytes) {
     int to_device = slot->type == OUT || (slot->type >= REGISTER && slot->type <= SELECT);
     static const u8 lun[8] = {1, 0, 0x40};
     u8 *command = slot->scsi.command;
@@ -363,44 +371,37 @@ static void describe_command(struct slot *slot, struct desc *desc, u16 head, u32
         }
     }
     slot->answer.status = slot->answer.response = 0xff;
-    struct desc answer = {(u64)&slot->answer, sizeof slot->answer, 2, 0};
-    desc[0] = (struct desc){(u64)&slot->scsi, sizeof slot->scsi, 1, head + 1};
-    if (data_bytes == 0) {
-        desc[1] = answer;
-    } else if (to_device) {
-        desc[1] = (struct desc){(u64)slot->data, data_bytes, 1, head + 2};
-        desc[2] = answer;
-    } else {
-        answer.flags = 3;
-        answer.next = head + 2;
-        desc[1] = answer;
-        desc[2] = (struct desc){(u64)slot->data, data_bytes, 2, 0};
-    }
+    u32 count = 0;
+    struct desc data = {(u64)slot->data, data_bytes, to_device ? 0 : F_WRITE, 0};
+    buffers[count++] = (struct desc){(u64)&slot->scsi, sizeof slot->scsi, 0, 0};
+    if (data_bytes && to_device)
+        buffers[count++] = data;
+    buffers[count++] = (struct desc){(u64)&slot->answer, sizeof slot->answer, F_WRITE, 0};
+    if (data_bytes && !to_device)
+        buffers[count++] = data;
+    return count;
 }
 
-/* Makes the slot's request available, in the slot's descriptors. */
+/* Makes the slot's request available: in a split ring in the slot's descriptors. */
 static void offer(u32 index, u32 place, u32 data_bytes) {
     struct queue *queue = &queues[index];
     struct slot *slot = &slots[index][place];
-    int to_device = slot->type == OUT;
-    u16 head = 3 * place;
-    struct desc *desc = &queue->descs[head];
-    slot->header.type = slot->type;
-    slot->header.sector = (u64)slot->block * (BLOCK_BYTES / 512);
-    slot->status = 0xff;
+    struct desc buffers[3];
     slot->busy = 1;
     slot->bytes = data_bytes;
+    u32 count = is_scsi ? describe_command(slot, buffers, data_bytes)
+                        : describe_request(slot, buffers, data_bytes);
+    for (u32 i = 0; i + 1 < count; i++)
+        buffers[i].flags |= F_NEXT;
     if (IS_PACKED) {
-        offer_packed(index, place, data_bytes);
+        offer_packed(index, place, buffers, count);
         return;
     }
-    desc[0] = (struct desc){(u64)&slot->header, 16, 1, head + 1};
-    desc[1] = (struct desc){(u64)slot->data, data_bytes, to_device ? 1 : 3, head + 2};
-    desc[2] = (struct desc){(u64)&slot->status, 1, 2, 0};
-    if (data_bytes == 0)
-        desc[0].next = head + 2;
-    if (is_scsi)
-        describe_command(slot, desc, head, data_bytes);
+    u16 head = 3 * place;
+    for (u32 i = 0; i < count; i++) {
+        buffers[i].next = head + i + 1;
+        queue->descs[head + i] = buffers[i];
+    }
     u16 idx = queue->avail.idx;
     queue->avail.ring[idx % QUEUE_SIZE] = head;
     asm volatile("mfence" ::: "memory");
