@@ -8,7 +8,6 @@ use rustix::net::{SendFlags, send};
 
 use super::message::{Config, Header, code, protocol_feature};
 use super::outcome::Refusal;
-use super::ring::invalid;
 
 /// The protocol features that the daemon offers.
 pub const PROTOCOL_FEATURES: u64 = protocol_feature::MQ
@@ -56,18 +55,20 @@ pub(super) fn read(device: &Device, config: &Config) -> Result<Vec<u8>, Refusal>
     Ok(Config { data, ..*config }.encode())
 }
 
-/// Carries out a write. A guest can cause any write, so a refused one does not end the connection.
+/// Carries out a write. A guest can cause any write of its driver, so a refused one does not end the
+/// connection. A guest must not go on with a device that differs from the one it came from.
 pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
     check_range(config)?;
     let offset = offset_of(config);
-    let written = match config.flags {
-        FROM_DRIVER => device.write_config(offset, &config.data),
-        FROM_MIGRATION => device.restore_config(offset, &config.data),
-        flags => {
-            Err(invalid(format!("a write to the configuration space has unknown flags {flags:#x}")))
-        }
-    };
-    written.map_err(Refusal::harmless)
+    match config.flags {
+        FROM_DRIVER => device.write_config(offset, &config.data).map_err(Refusal::harmless),
+        FROM_MIGRATION => device.restore_config(offset, &config.data).map_err(|error| {
+            Refusal::needing_ack(format!("the guest comes from another device: {error}"))
+        }),
+        flags => Err(Refusal::harmless(format!(
+            "a write to the configuration space has unknown flags {flags:#x}"
+        ))),
+    }
 }
 
 /// Notifies a front-end that has negotiated it that the configuration has changed. Returns false if

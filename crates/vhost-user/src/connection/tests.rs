@@ -337,6 +337,11 @@ fn messages_that_are_refused() {
         (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
         (SetInflightFd(inflight_area()), true, "cannot have 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
+        (
+            SetConfig(Config { flags: 1, ..config(7, &[1]) }),
+            true,
+            "another device: byte 7 of the configuration space is 0x0 in this device, not 0x1",
+        ),
     ];
     for (request, is_grave, words) in table {
         let mut scene = Scene::new(PROTOCOL_FEATURES);

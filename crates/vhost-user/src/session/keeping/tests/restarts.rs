@@ -1,10 +1,13 @@
 //! Messages that stop a ring which runs and start it again, and kills in between.
 
+use std::fs::File;
+
 use device::blk::config::{F_FLUSH, F_RING_PACKED};
 use virtqueue::driver::{Desc, PackedDriver};
 use virtqueue::{GuestMemory, QueueConfig};
 
 use super::*;
+use crate::message::{F_LOG_ALL, LogArea};
 
 const PACKED_FEATURES: u64 = F_PROTOCOL_FEATURES | 1 << 32 | 1 << F_RING_PACKED;
 /// The places of a packed ring that is new.
@@ -177,6 +180,47 @@ fn new_driver(memory: &Arc<GuestMemory>) -> PackedDriver<Arc<GuestMemory>> {
 fn place_of_next() -> u32 {
     let slot = 2 * REQUESTS;
     START | slot | slot << 16
+}
+
+/// A page that the next process writes without a mark would be lost with its guest's move.
+#[test]
+fn the_next_process_continues_with_the_log_of_written_pages() {
+    let mut guest = Guest::new();
+    guest.session.connection.protocol_features |= protocol_feature::LOG_SHMFD;
+    let log = memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
+    let area = LogArea { size: (GUEST_ADDR + MEMORY_BYTES) / 4096 / 8, file_offset: 0 };
+    rustix::fs::ftruncate(&log, area.size).unwrap();
+    let addresses = RingAddresses {
+        desc_table: GUEST_ADDR,
+        avail_ring: GUEST_ADDR + 0x1000,
+        used_ring: GUEST_ADDR + 0x2000,
+    };
+    for (request, fds) in [
+        (Request::SetLogBase(area), vec![log.try_clone().unwrap()]),
+        (Request::SetVringAddr { index: 0, addresses, log: Some(GUEST_ADDR + 0x2000) }, vec![]),
+        (Request::SetFeatures(PACKED_FEATURES | F_LOG_ALL), vec![]),
+    ] {
+        send(&guest.socket, &request, &fds, false);
+        assert!(guest.process.drive(&mut guest.session));
+    }
+    let log = File::from(log);
+    let take_marks = || {
+        let mut marks = [0; 64];
+        log.read_exact_at(&mut marks, 0).unwrap();
+        log.write_all_at(&[0; 64], 0).unwrap();
+        let pages = (0..512).filter(|page| marks[page / 8] & 1 << (page % 8) != 0);
+        pages.map(|page| page as u64 * 4096).collect::<Vec<_>>()
+    };
+    let written = [GUEST_ADDR, GUEST_ADDR + 0x2000, GUEST_ADDR + 0x4_0000];
+    take_marks();
+    guest.offer();
+    guest.await_answers("before the kill");
+    assert_eq!(take_marks(), written);
+    guest.offer();
+    guest.continue_elsewhere(&Request::GetFeatures);
+    guest.await_answers("after the kill");
+    assert_eq!(take_marks(), written);
+    end(guest.process, guest.session);
 }
 
 /// Changes of a ring that runs.
