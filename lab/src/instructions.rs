@@ -36,6 +36,7 @@ const CASES: &[(&str, bool)] = &[
     ("null-threads-read-inflight", true),
     ("null-threads-read-packed", true),
     ("null-threads-read-packed-inflight", true),
+    ("null-threads-read-ordered", true),
     ("null-threads-write", true),
     ("null-threads-read10", true),
     ("null-threads-write10", true),
@@ -202,6 +203,7 @@ mod tests {
             // The case may name the ring's layout, and end with an inflight region.
             let case = case.strip_suffix("-inflight").unwrap_or(case);
             let case = case.strip_suffix("-packed").unwrap_or(case);
+            let case = case.strip_suffix("-ordered").unwrap_or(case);
             assert_eq!(case.split('-').count(), 3, "{case}");
         }
     }

@@ -9,7 +9,7 @@
 //! `instructions CASE DEPTH REQUESTS`, where CASE is DISK-ENGINE-KIND: `null-threads-read`,
 //! `file-aio-write` and so on. The kinds `read10` and `write10` are commands of virtio-scsi. With
 //! `-inflight` behind them, requests are marked in an inflight region. With `-packed`, the ring is
-//! packed.
+//! packed. With `-ordered`, virtio-blk answers in order.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -109,22 +109,37 @@ fn main() -> Result<()> {
     let [disk, engine, kind, ref more @ ..] = parts[..] else {
         bail!("no case is called {case}");
     };
-    let (is_marked, is_packed) = match more {
-        [] => (false, false),
-        ["inflight"] => (true, false),
-        ["packed"] => (false, true),
-        ["packed", "inflight"] => (true, true),
-        _ => bail!("no case is called {case}"),
+    let has = |word| more.contains(&word);
+    let rings = Rings {
+        are_marked: has("inflight"),
+        are_packed: has("packed"),
+        are_ordered: has("ordered"),
     };
+    ensure!(rings.words() == more.len(), "no case is called {case}");
     let depth: u16 = depth.parse().context("DEPTH is 1 to 256")?;
     ensure!((1..=RING.size).contains(&depth), "DEPTH is 1 to {}", RING.size);
     let requests: u64 = requests.parse().context("REQUESTS is a number")?;
     let kind = Kind::parse(kind)?;
-    let mut guest = Guest::start(disk, engine, kind, depth, (is_marked, is_packed))?;
+    let mut guest = Guest::start(disk, engine, kind, depth, rings)?;
     for _ in 0..requests / u64::from(depth) {
         guest.run_batch(depth)?;
     }
     guest.check(depth)
+}
+
+/// The words at the end of a case.
+#[derive(Clone, Copy)]
+struct Rings {
+    are_marked: bool,
+    are_packed: bool,
+    are_ordered: bool,
+}
+
+impl Rings {
+    /// The number of words.
+    fn words(self) -> usize {
+        [self.are_marked, self.are_packed, self.are_ordered].map(usize::from).iter().sum()
+    }
 }
 
 /// A turn of the loop: the only code that is counted.
@@ -215,7 +230,7 @@ impl Guest {
         engine: &str,
         kind: Kind,
         depth: u16,
-        (is_marked, is_packed): (bool, bool),
+        Rings { are_marked, are_packed, are_ordered }: Rings,
     ) -> Result<Self> {
         let engine = parse_engine(engine)?;
         let source = match disk {
@@ -229,9 +244,9 @@ impl Guest {
             }
             _ => bail!("no disk is called {disk}"),
         };
-        let device = new_device(kind, source)?;
+        let device = new_device(kind, source, are_ordered)?;
         let bits = [F_VERSION_1, F_FLUSH, F_EVENT_IDX, F_INDIRECT_DESC];
-        let packed = is_packed.then_some(F_RING_PACKED);
+        let packed = are_packed.then_some(F_RING_PACKED);
         let wanted = bits.iter().chain(&packed).fold(0, |all, bit| all | 1 << bit);
         device.set_features(device.features() & wanted).context("negotiating features")?;
         // Busy-polling and its clock would make the count depend on the time.
@@ -245,12 +260,12 @@ impl Guest {
         let memory = Arc::new(GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?);
         let (kick, call) = (new_eventfd()?, new_eventfd()?);
         let region = GuestMemory::anonymous(&[(0, MEMORY_BYTES)])?;
-        let (layout, start) = match is_packed {
+        let (layout, start) = match are_packed {
             false => (RingLayout::Split, 0),
             true => (RingLayout::Packed, PACKED_START),
         };
         let region = InflightRegion::new(Arc::new(region), 3, RING.size)?;
-        let inflight = is_marked.then(|| region.queue(0, layout)).transpose()?;
+        let inflight = are_marked.then(|| region.queue(0, layout)).transpose()?;
         let setup = QueueSetup {
             memory: Arc::clone(&memory),
             ring: Ring { next_avail: start, next_used: start, ..RING },
@@ -270,7 +285,7 @@ impl Guest {
             thread.turn(Wait::Never)?;
         }
         let config = QueueConfig { next_avail: start, ..RING.config(true, true) };
-        let ring = DriverRing::new(memory, config, is_packed);
+        let ring = DriverRing::new(memory, config, are_packed);
         let mut guest = Self { thread, ring, kind, kick, _call: call };
         (0..depth).try_for_each(|slot| guest.put_chain(slot))?;
         if matches!(kind, Kind::Scsi(_)) {
@@ -328,10 +343,10 @@ impl Guest {
     }
 }
 
-fn new_device(kind: Kind, source: DiskSource) -> Result<Device> {
+fn new_device(kind: Kind, source: DiskSource, in_order: bool) -> Result<Device> {
     let events = Arc::new(LogEvents::new("instructions"));
     let Kind::Scsi(_) = kind else {
-        let options = BlkOptions { queue_size: RING.size, ..BlkOptions::default() };
+        let options = BlkOptions { queue_size: RING.size, in_order, ..BlkOptions::default() };
         return Ok(Device::blk(source, options, events));
     };
     let options = ScsiOptions { queue_size: RING.size, ..ScsiOptions::default() };
