@@ -13,6 +13,7 @@ pub(crate) mod queue_task;
 pub(crate) mod reports;
 pub(crate) mod request_barrier;
 mod room;
+mod run_ring;
 mod source;
 mod stop;
 
@@ -26,13 +27,13 @@ use std::task::Waker;
 
 use blockio::clock::LoopClock;
 use blockio::thread::{RegisteredMemory, Source};
-use blockio::{Io, Remote, clock, oneshot};
+use blockio::{Io, Remote, oneshot};
 use rustix::fd::OwnedFd;
 use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, RingLayout, Virtqueue};
 
 use crate::events::{Events, QueueFault};
 use crate::stats::QueueStats;
-use batching::{Batching, QueueState, Run};
+use batching::Batching;
 use buffer_budget::ListBudget;
 use call_watch::{Caller, Eventfds};
 use data_budget::{Budgets, QueueDataBudget};
@@ -345,28 +346,6 @@ impl Queue {
         self.hooks.are_due.set(true);
     }
 
-    /// Plans the next run.
-    #[inline]
-    pub(crate) fn begin_run(&self) -> Run {
-        let is_halted = self.is_halted();
-        let ring = &mut *self.ring.borrow_mut();
-        let batching = &mut *self.batching.borrow_mut();
-        // The first chain after a call must be seen as soon as it comes.
-        let fresh = batching.awaits_driver();
-        // A bad ring counts as one chain: the pop finds the fault.
-        let available = if is_halted { 0 } else { ring.available(fresh).unwrap_or(1) };
-        if available > 0 {
-            // Completions alone do not end a pause of the driver.
-            batching.note_work(clock::now);
-        }
-        let state =
-            QueueState { available, in_device: ring.in_device(), next_chain: ring.next_chain() };
-        if available > 0 {
-            self.reports.requests.depth_peak.note(state.unanswered().into());
-        }
-        batching.begin(state, || ring.driver_sleeps())
-    }
-
     /// Chains that were popped and not pushed.
     #[inline]
     pub(crate) fn in_device(&self) -> u16 {
@@ -377,51 +356,6 @@ impl Queue {
     /// turn to be pushed.
     pub(crate) fn not_done(&self) -> u16 {
         self.in_device() - self.hooks.in_order.waiting()
-    }
-
-    /// Publishes answers of the requests that have just run if the next submit may take long.
-    #[inline]
-    pub(crate) fn publish_before_run(&self) {
-        if self.batching.borrow().completes_inline() {
-            self.publish_early();
-        }
-    }
-
-    /// Publishes answers. Calls the driver if it sleeps and the call is due; otherwise the end of
-    /// the turn calls.
-    #[inline]
-    pub(crate) fn publish_early(&self) {
-        let ring = &mut *self.ring.borrow_mut();
-        let batching = &mut *self.batching.borrow_mut();
-        let count = ring.publish_quietly();
-        if count == 0 {
-            return;
-        }
-        self.reports.requests.harvest_batches.record(count.into());
-        batching.answered(count);
-        // A driver that was called is on its way. Without event idx it seems to sleep until it
-        // arrives.
-        let sleeps = !batching.awaits_driver() && ring.driver_sleeps();
-        if !batching.adapt()
-            || (sleeps && batching.is_call_due(ring.available_now() + ring.in_device()))
-        {
-            self.call_if_wanted(ring, batching);
-        }
-    }
-
-    /// Calls the driver if it wants a call for answers that were published.
-    fn call_if_wanted(&self, ring: &mut Virtqueue, batching: &mut Batching) {
-        if !ring.needs_call() {
-            self.reports.requests.calls_suppressed.add(1);
-        } else if let Some(call) = &*self.eventfds.call.borrow() {
-            probe::probe!(ringhaul, call, self.number(), self.reports.index);
-            self.count_call(batching.since_call());
-            let before = ring.available_now();
-            batching.call_begins(before + ring.in_device(), ring.next_chain().wrapping_add(before));
-            self.reports.stats.syscalls.eventfd_write.add(1);
-            self.eventfds.caller.add_one(call);
-            batching.call_ends(ring.next_chain().wrapping_add(ring.available_now()));
-        }
     }
 
     #[inline]

@@ -83,4 +83,4 @@ pub use packed::PackedQueue;
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{QueueConfig, SplitQueue};
-pub use virtqueue::Virtqueue;
+pub use virtqueue::{LayoutQueue, Virtqueue};

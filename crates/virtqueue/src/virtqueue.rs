@@ -32,6 +32,64 @@ macro_rules! either {
     };
 }
 
+/// A virtqueue of one layout, for steps of a device that look at the layout once.
+///
+/// The methods are the methods of [`Virtqueue`].
+#[expect(missing_docs, reason = "the methods are documented at `Virtqueue`")]
+pub trait LayoutQueue {
+    fn available(&mut self, fresh: bool) -> Result<u16, QueueError>;
+    fn publish_quietly(&mut self) -> u16;
+    fn needs_call(&mut self) -> bool;
+    fn driver_sleeps(&self) -> bool;
+    fn next_chain(&self) -> u16;
+    fn in_device(&self) -> u16;
+
+    #[inline]
+    fn available_now(&mut self) -> u16 {
+        self.available(true).unwrap_or(0)
+    }
+}
+
+/// Implements the trait by the methods of the type, of which one has another name.
+macro_rules! implement {
+    ($queue:ty, $next_chain:ident) => {
+        impl LayoutQueue for $queue {
+            #[inline]
+            fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+                self.available(fresh)
+            }
+
+            #[inline]
+            fn publish_quietly(&mut self) -> u16 {
+                self.publish_quietly()
+            }
+
+            #[inline]
+            fn needs_call(&mut self) -> bool {
+                self.needs_call()
+            }
+
+            #[inline]
+            fn driver_sleeps(&self) -> bool {
+                self.driver_sleeps()
+            }
+
+            #[inline]
+            fn next_chain(&self) -> u16 {
+                self.$next_chain()
+            }
+
+            #[inline]
+            fn in_device(&self) -> u16 {
+                self.in_device()
+            }
+        }
+    };
+}
+
+implement!(SplitQueue, next_avail);
+implement!(PackedQueue, next_chain);
+
 impl Virtqueue {
     /// Takes over a queue that the driver has set up. `next_used` is the place of the next used
     /// element in a packed ring; a split ring has it in memory.

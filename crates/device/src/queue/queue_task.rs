@@ -116,8 +116,7 @@ fn run<F: Future<Output = ()>>(
 ) -> (u16, bool) {
     requests.run_woken(cx);
     queue.publish_before_run();
-    let run = queue.begin_run();
-    let most = queue.in_device().saturating_add(run.ops);
+    let (run, most) = queue.begin_run();
     let mut popped = 0;
     let more = loop {
         if popped == run.chains || queue.in_device() >= most {

@@ -9,15 +9,7 @@ use super::Queue;
 impl Source for Queue {
     fn notify(&self) {
         self.flags.to_notify.set(false);
-        let ring = &mut *self.ring.borrow_mut();
-        let batching = &mut *self.batching.borrow_mut();
-        let count = ring.publish_quietly();
-        // Usually zero: the run has published its answers.
-        if count > 0 {
-            self.reports.requests.harvest_batches.record(count.into());
-            batching.answered(count);
-        }
-        self.call_if_wanted(ring, batching);
+        self.publish_turn();
     }
 
     fn arm(&self, now: Instant) -> Armed {
