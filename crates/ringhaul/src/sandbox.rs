@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn parts_that_the_kernel_lacks_are_told() {
         const CHILD: &str = "RINGHAUL_TEST_CONFINED";
-        let Ok(mode) = std::env::var(CHILD) else {
+        let Ok(wanted) = std::env::var(CHILD) else {
             for mode in ["on", "strict"] {
                 let mut child = std::process::Command::new(std::env::current_exe().unwrap());
                 let name = "sandbox::tests::parts_that_the_kernel_lacks_are_told";
@@ -168,7 +168,7 @@ mod tests {
         assert!(missing().is_empty() && mode() == SandboxMode::Off);
         let absent = SeccompAction::Errno(fits(libc::ENOSYS, "an errno"));
         calls::apply([(libc::SYS_landlock_create_ruleset, Vec::new())].into(), absent).unwrap();
-        if mode == "strict" {
+        if wanted == "strict" {
             let refused = confine(SandboxMode::Strict, Rules::default(), None).unwrap_err();
             let refused = format!("{refused:#}");
             for words in ["as --sandbox strict demands", "has no Landlock", "--sandbox on"] {

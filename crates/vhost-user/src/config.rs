@@ -55,8 +55,8 @@ pub(super) fn read(device: &Device, config: &Config) -> Result<Vec<u8>, Refusal>
     Ok(Config { data, ..*config }.encode())
 }
 
-/// Carries out a write. A guest can cause any write of its driver, so a refused one does not end the
-/// connection. A guest must not go on with a device that differs from the one it came from.
+/// Carries out a write. A guest can cause any write of its driver, so a refused one does not end
+/// the connection. A guest must not continue with a device other than its own.
 pub(super) fn write(device: &Device, config: &Config) -> Result<(), Refusal> {
     check_range(config)?;
     let offset = offset_of(config);

@@ -1,4 +1,4 @@
-//! The ring in a run: its beginning, and answers that are published. Each step looks at the layout of
+//! The ring in a run: its beginning, and published answers. Each step looks at the layout of
 //! the ring once.
 
 use blockio::clock;

@@ -672,10 +672,8 @@ mod tests {
         fn poll_max_us(&self, change: Option<u16>) -> u16 {
             let change =
                 SettingsChange { poll_max_us: change.map(Into::into), ..SettingsChange::default() };
-            let Ok(Reply::Settings(now)) = self.daemon.handle(Command::Set(change)) else {
-                panic!("there are no settings")
-            };
-            now.poll_max_us
+            self.daemon.handle(Command::Set(change)).unwrap();
+            self.daemon.settings().unwrap().poll_max_us
         }
     }
 
@@ -967,7 +965,7 @@ mod tests {
         let socket = in_folder("FOLDER/a", &scene.folder);
         let spec = scene.reloader.record.lock().served[&socket].clone();
         // No reload alters an export by this command.
-        let change = Change::Alter(vec![Command::Show], spec);
+        let change = Change::Alter(vec![Command::Set(SettingsChange::default())], spec);
         scene.reloader.record.lock().pending.insert(socket.clone(), change.clone());
         scene.reloader.carry_out(vec![(socket, change)]);
         while !scene.reloader.record.lock().pending.is_empty() {

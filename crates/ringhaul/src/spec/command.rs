@@ -317,7 +317,6 @@ mod tests {
         for (text, is_good) in [
             (add, true),
             (r#"{"remove": {"export": "/a", "force": true}}"#, true),
-            (r#""show""#, true),
             (r#"{"end": "sigterm"}"#, true),
             (r#"{"end": "sigkill"}"#, false),
             (r#""remove""#, false),

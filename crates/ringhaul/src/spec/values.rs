@@ -175,7 +175,7 @@ mod tests {
             (CacheMode::Writeback, "writeback", false, true),
             (CacheMode::Writethrough, "writethrough", false, false),
         ] {
-            assert_eq!(mode.name(), name);
+            assert_eq!(mode.to_string(), name);
             assert_eq!((mode.is_direct(), mode.has_write_cache()), (is_direct, has_write_cache));
         }
     }

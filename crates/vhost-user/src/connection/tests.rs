@@ -95,12 +95,12 @@ impl Scene {
         rustix::fs::ftruncate(&memory, MEMORY_BYTES).unwrap();
         let mut scene = Self { io, device, examiner, connection, memory, peer_fd: None, woken };
         let request = Request::SetProtocolFeatures(protocol_features);
-        assert_eq!(scene.deliver(&request, vec![]), Ended::Done);
+        assert_eq!(scene.send(&request, vec![]), Ended::Done);
         scene
     }
 
     /// Carries a message out completely.
-    fn deliver(&mut self, request: &Request, fds: Vec<OwnedFd>) -> Ended {
+    fn send(&mut self, request: &Request, fds: Vec<OwnedFd>) -> Ended {
         let (code, body) = request.encode();
         let header = Header::new(code, body.len());
         let own = |fd| PeerFd::new(fd, Arc::clone(&self.examiner));
@@ -184,7 +184,7 @@ impl Scene {
             all.push((SetVringEnable { index, value: 1 }, vec![]));
         }
         for (request, fds) in all {
-            assert_eq!(self.deliver(&request, fds), Ended::Done, "{request:?}");
+            assert_eq!(self.send(&request, fds), Ended::Done, "{request:?}");
         }
         assert!(self.connection.rings.iter().all(RingState::is_running));
     }
@@ -271,7 +271,7 @@ fn messages_that_stand_alone() {
     ];
     for (request, expected) in table {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
-        assert_eq!(scene.deliver(&request, vec![]), expected, "{request:?}");
+        assert_eq!(scene.send(&request, vec![]), expected, "{request:?}");
         scene.end();
     }
 }
@@ -294,7 +294,7 @@ fn only_a_ring_that_could_run_lacks_memory() {
         (SetVringEnable { index: 1, value: 1 }, vec![], Some(1)),
         (AddMemReg(region()), scene.memory(), None),
     ] {
-        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
         assert_eq!(scene.connection.ring_without_memory(), lacking, "{request:?}");
     }
     scene.end();
@@ -337,16 +337,12 @@ fn messages_that_are_refused() {
         (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
         (SetInflightFd(inflight_area()), true, "cannot have 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
-        (
-            SetConfig(Config { flags: 1, ..config(7, &[1]) }),
-            true,
-            "another device: byte 7 of the configuration space is 0x0 in this device, not 0x1",
-        ),
+        (SetConfig(Config { flags: 1, ..config(7, &[1]) }), true, "another device: byte 7 of"),
     ];
     for (request, is_grave, words) in table {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         let before = scene.state();
-        let ended = scene.deliver(&request, vec![]);
+        let ended = scene.send(&request, vec![]);
         let Ended::Refused { text, needs_ack } = &ended else { panic!("{request:?}: {ended:?}") };
         assert!(text.contains(words) && *needs_ack == is_grave, "{request:?}: {ended:?}");
         assert_eq!(scene.state(), before, "{request:?}");
@@ -374,7 +370,7 @@ fn messages_of_features_that_were_not_negotiated() {
         (GetVringBaseSkipDrain { index: 0 }, skip),
     ] {
         let mut scene = Scene::new(PROTOCOL_FEATURES & !feature);
-        let ended = scene.deliver(&request, vec![]);
+        let ended = scene.send(&request, vec![]);
         let Ended::Refused { text, needs_ack: false } = &ended else {
             panic!("{request:?}: {ended:?}");
         };
@@ -394,11 +390,11 @@ fn a_queue_runs_after_all_messages_in_any_order() {
             3 => (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
             _ => (SetVringEnable { index: 1, value: 1 }, vec![]),
         };
-        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
     };
     for first in 0..5 {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
-        assert_eq!(scene.deliver(&SetFeatures(F_PROTOCOL_FEATURES | 1 << 32), vec![]), Ended::Done);
+        assert_eq!(scene.send(&SetFeatures(F_PROTOCOL_FEATURES | 1 << 32), vec![]), Ended::Done);
         for step in (0..5).map(|step| (first + step) % 5) {
             assert!(!scene.connection.rings[1].is_running(), "before step {step}");
             say(&mut scene, step);
@@ -406,7 +402,7 @@ fn a_queue_runs_after_all_messages_in_any_order() {
         assert!(scene.connection.rings[1].is_running(), "from step {first} on");
         let load = scene.connection.load();
         assert!(load.requests() == 0 && load.has_taken_commands, "{load:?}");
-        let base = scene.deliver(&GetVringBase { index: 1 }, vec![]);
+        let base = scene.send(&GetVringBase { index: 1 }, vec![]);
         assert_eq!(base, Ended::Answer([1_u32, 0].map(u32::to_ne_bytes).concat()));
         assert!(scene.connection.rings[1].is_stopped());
         scene.end();
@@ -486,7 +482,7 @@ proptest! {
                 Fd::Pipe => vec![rustix::pipe::pipe().unwrap().0],
             };
             let before = scene.state();
-            let ended = scene.deliver(&request, fds);
+            let ended = scene.send(&request, fds);
             if matches!(ended, Ended::Refused { .. }) {
                 prop_assert_eq!(scene.state(), before, "{:?}: {:?}", request, ended);
             }

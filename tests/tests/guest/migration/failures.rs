@@ -75,7 +75,7 @@ fn a_source_that_returns_waits_for_the_lock_of_a_unit() -> Result<()> {
     a_second_guest_is_refused(Device::Scsi, DiskKind::Raw)
 }
 
-/// The target's QEMU refuses the state of a guest that uses a feature which its daemon does not offer.
+/// The target's QEMU refuses a guest that uses a feature which the target's daemon lacks.
 /// The guest continues at the source: by itself if the target reports its failure there.
 #[test]
 fn a_target_without_the_features_of_the_guest_is_refused() -> Result<()> {

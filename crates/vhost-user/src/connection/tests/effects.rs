@@ -80,7 +80,7 @@ fn descriptors_count_until_they_are_given_up() {
     use Request::*;
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let expect = |scene: &mut Scene, request: Request, fds: Vec<OwnedFd>, count: usize| {
-        let ended = scene.deliver(&request, fds);
+        let ended = scene.send(&request, fds);
         assert!(matches!(ended, Ended::Done | Ended::Answer(_)), "{request:?}: {ended:?}");
         assert_eq!(scene.connection.descriptors(), count, "after {request:?}");
     };
@@ -116,10 +116,10 @@ impl Scene {
     /// Sends a log, and asks for marks of all written pages.
     pub(super) fn begin_log(&mut self) {
         let (log, area) = (self.memory(), LogArea { size: region().size, file_offset: 0 });
-        let ended = self.deliver(&Request::SetLogBase(area), log);
+        let ended = self.send(&Request::SetLogBase(area), log);
         assert!(matches!(ended, Ended::Done | Ended::Answer(_)), "{ended:?}");
         let features = Request::SetFeatures(self.connection.features() | F_LOG_ALL);
-        assert_eq!(self.deliver(&features, vec![]), Ended::Done);
+        assert_eq!(self.send(&features, vec![]), Ended::Done);
     }
 }
 
@@ -133,7 +133,7 @@ fn set_up_ring(scene: &mut Scene, features: u64) {
         (SetVringAddr { index: 1, addresses: addresses(USER_ADDR + 0x4000), log: None }, vec![]),
         (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
     ] {
-        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
     }
 }
 
@@ -145,10 +145,10 @@ fn rings_need_no_enabling_without_protocol_features() {
         set_up_ring(&mut scene, if later { F_PROTOCOL_FEATURES } else { 0 } | 1 << 32);
         let is_running = |scene: &Scene| scene.connection.rings[1].is_running();
         assert_eq!(is_running(&scene), !later);
-        assert_eq!(scene.deliver(&plain, vec![]), Ended::Done);
+        assert_eq!(scene.send(&plain, vec![]), Ended::Done);
         assert!(is_running(&scene));
         let disable = Request::SetVringEnable { index: 1, value: 0 };
-        assert!(matches!(scene.deliver(&disable, vec![]), Ended::Refused { needs_ack: true, .. }));
+        assert!(matches!(scene.send(&disable, vec![]), Ended::Refused { needs_ack: true, .. }));
         scene.end();
     }
 }
@@ -161,7 +161,7 @@ fn a_kick_enables_a_ring_without_protocol_features() {
     for has_features in [false, true] {
         let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
         if has_features {
-            assert_eq!(scene.deliver(&features, vec![]), Ended::Done);
+            assert_eq!(scene.send(&features, vec![]), Ended::Done);
         }
         let memory = scene.memory();
         let place = addresses(USER_ADDR + 0x4000);
@@ -171,10 +171,10 @@ fn a_kick_enables_a_ring_without_protocol_features() {
             (SetVringAddr { index: 1, addresses: place, log: None }, vec![]),
             (SetVringKick { index: 1, has_fd: true }, vec![new_eventfd()]),
         ] {
-            assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+            assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
         }
         assert_eq!(scene.connection.rings[1].is_running(), !has_features);
-        assert_eq!(scene.deliver(&ResetDevice, vec![]), Ended::Done);
+        assert_eq!(scene.send(&ResetDevice, vec![]), Ended::Done);
         assert!(scene.connection.rings[1].is_stopped());
     }
     scene.end();
@@ -202,11 +202,11 @@ fn an_owner_that_is_reset_has_stopped_rings() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let before = scene.device.negotiated();
-    assert_eq!(scene.deliver(&Request::ResetOwner, vec![]), Ended::Done);
+    assert_eq!(scene.send(&Request::ResetOwner, vec![]), Ended::Done);
     assert!(scene.connection.rings.iter().all(|ring| ring.is_stopped() && !ring.is_up()));
     assert_eq!(scene.device.negotiated(), before, "the driver is the same");
     let kick = Request::SetVringKick { index: 1, has_fd: true };
-    assert_eq!(scene.deliver(&kick, vec![new_eventfd()]), Ended::Done);
+    assert_eq!(scene.send(&kick, vec![new_eventfd()]), Ended::Done);
     assert!(scene.connection.rings[1].is_running(), "its settings are kept");
     scene.end();
 }
@@ -237,7 +237,7 @@ fn a_running_queue_uses_new_call_and_error_descriptors() {
         (Request::SetVringErr { index: 1, has_fd: true }, &err),
     ] {
         let copy = event.try_clone().unwrap();
-        assert_eq!(scene.deliver(&request, vec![copy]), Ended::Done);
+        assert_eq!(scene.send(&request, vec![copy]), Ended::Done);
     }
     let kick = Arc::clone(scene.connection.rings[1].settings.kick.as_ref().unwrap());
     let kick = || rustix::io::write(&*kick, &1_u64.to_ne_bytes()).unwrap();
@@ -348,9 +348,9 @@ fn a_reset_of_the_device_ends_its_log() {
     scene.begin_log();
     assert!(scene.connection.log.is_some() && scene.connection.features() & F_LOG_ALL != 0);
     // A front-end that pauses its guest relies on the log.
-    assert_eq!(scene.deliver(&Request::SetStatus(0), vec![]), Ended::Done);
+    assert_eq!(scene.send(&Request::SetStatus(0), vec![]), Ended::Done);
     assert!(scene.connection.log.is_some() && scene.connection.features() & F_LOG_ALL != 0);
-    assert_eq!(scene.deliver(&Request::ResetDevice, vec![]), Ended::Done);
+    assert_eq!(scene.send(&Request::ResetDevice, vec![]), Ended::Done);
     assert!(scene.connection.log.is_none() && scene.connection.features() & F_LOG_ALL == 0);
     scene.end();
 }
@@ -361,15 +361,15 @@ fn only_queues_with_something_to_mark_have_the_log() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let log = scene.memory();
-    assert!(matches!(scene.deliver(&log_of(MEMORY_BYTES), log), Ended::Done | Ended::Answer(_)));
+    assert!(matches!(scene.send(&log_of(MEMORY_BYTES), log), Ended::Done | Ended::Answer(_)));
     let has_log = |scene: &Scene| [0, 1].map(|ring| scene.connection.queue_log(ring).is_some());
     assert_eq!(has_log(&scene), [false; 2]);
     let addresses = addresses(USER_ADDR + 0x4000);
     let set = Request::SetVringAddr { index: 1, addresses, log: Some(0x1000) };
-    assert_eq!(scene.deliver(&set, vec![]), Ended::Done);
+    assert_eq!(scene.send(&set, vec![]), Ended::Done);
     assert_eq!(has_log(&scene), [false, true]);
     let all = Request::SetFeatures(scene.connection.features() | F_LOG_ALL);
-    assert_eq!(scene.deliver(&all, vec![]), Ended::Done);
+    assert_eq!(scene.send(&all, vec![]), Ended::Done);
     assert_eq!(has_log(&scene), [true; 2]);
     scene.end();
 }
@@ -388,13 +388,13 @@ fn the_log_has_room_for_each_byte_of_a_used_ring() {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         set_up_ring(&mut scene, F_PROTOCOL_FEATURES | 1 << 32 | features);
         let enable = Request::SetVringEnable { index: 1, value: 1 };
-        assert_eq!(scene.tell(&enable, vec![]), Ended::Done);
+        assert_eq!(scene.send(&enable, vec![]), Ended::Done);
         let log = scene.memory();
-        assert!(matches!(scene.tell(&log_of(END / (8 * 4096)), log), Ended::Answer(_)));
+        assert!(matches!(scene.send(&log_of(END / (8 * 4096)), log), Ended::Answer(_)));
         for (room, has_room) in [(bytes, true), (bytes - 1, false)] {
             let addresses = addresses(USER_ADDR + 0x4000);
             let set = Request::SetVringAddr { index: 1, addresses, log: Some(END - room) };
-            let is_done = scene.tell(&set, vec![]) == Ended::Done;
+            let is_done = scene.send(&set, vec![]) == Ended::Done;
             assert_eq!(is_done, has_room, "{room} bytes, features {features:#x}");
         }
         scene.end();
@@ -409,19 +409,19 @@ fn a_log_without_room_for_the_used_ring_of_a_running_queue_is_refused() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let log = scene.memory();
-    assert!(matches!(scene.deliver(&log_of(2 * SHORT), log), Ended::Done | Ended::Answer(_)));
+    assert!(matches!(scene.send(&log_of(2 * SHORT), log), Ended::Done | Ended::Answer(_)));
     let addresses = addresses(USER_ADDR + 0x4000);
     let end = GUEST_ADDR + MEMORY_BYTES;
     let set = Request::SetVringAddr { index: 1, addresses, log: Some(end) };
-    assert_eq!(scene.deliver(&set, vec![]), Ended::Done);
+    assert_eq!(scene.send(&set, vec![]), Ended::Done);
     let log = scene.memory();
-    let refused = scene.deliver(&log_of(SHORT), log);
+    let refused = scene.send(&log_of(SHORT), log);
     let Ended::Refused { text, needs_ack: true } = refused else { panic!("{refused:?}") };
     assert!(text.contains("the used ring of queue 1"), "{text}");
     let before = Request::SetVringAddr { index: 1, addresses, log: Some(end - 0x1000) };
-    assert_eq!(scene.deliver(&before, vec![]), Ended::Done);
+    assert_eq!(scene.send(&before, vec![]), Ended::Done);
     let log = scene.memory();
-    assert!(matches!(scene.deliver(&log_of(SHORT), log), Ended::Done | Ended::Answer(_)));
+    assert!(matches!(scene.send(&log_of(SHORT), log), Ended::Done | Ended::Answer(_)));
     scene.end();
 }
 

@@ -72,7 +72,7 @@ fn a_function_succeeds_whose_ring_stops_with_the_others() {
             }
             "message" => {
                 let features = Request::SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);
-                assert_eq!(scene.deliver(&features, vec![]), Ended::Done);
+                assert_eq!(scene.send(&features, vec![]), Ended::Done);
             }
             _ => {
                 while !scene.connection.stop_for_good(false) {

@@ -66,7 +66,7 @@ fn another_size_is_told_when_the_queues_go_on() {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         let (ours, mut news) = UnixStream::pair().unwrap();
         news.set_nonblocking(true).unwrap();
-        assert_eq!(scene.deliver(&Request::SetBackendReqFd, vec![ours.into()]), Ended::Done);
+        assert_eq!(scene.send(&Request::SetBackendReqFd, vec![ours.into()]), Ended::Done);
         scene.start();
         let (mut other, mut session, _front_end) = take_over(&mut scene, bytes);
         let nothing = news.read(&mut [0; 64]).unwrap_err();
@@ -84,7 +84,7 @@ fn calls_reach_a_socket_before_and_after() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     let (mut calls, theirs) = UnixStream::pair().unwrap();
     let set_call = Request::SetVringCall { index: 1, has_fd: true };
-    assert_eq!(scene.deliver(&set_call, vec![theirs.into()]), Ended::Done);
+    assert_eq!(scene.send(&set_call, vec![theirs.into()]), Ended::Done);
     // A queue makes a call when it starts.
     scene.start();
     scene.io.turn(Wait::Never).unwrap();
@@ -127,11 +127,11 @@ fn a_ring_outside_the_memory_stops_alone() {
 #[test]
 fn a_ring_whose_inflight_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let made = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![]);
+    let made = scene.send(&Request::GetInflightFd(inflight_area()), vec![]);
     let Ended::Answer(body) = made else { panic!("it was refused: {made:?}") };
     let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let brought = file.try_clone().unwrap();
-    assert_eq!(scene.deliver(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
+    assert_eq!(scene.send(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
     let (mut other, mut session, _front_end) = take_over(&mut scene, 1 << 20);
     rustix::io::pwrite(&file, &[77, 0], SECOND_VERSION).unwrap();
@@ -390,7 +390,7 @@ fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let stop = Request::GetVringBase { index: 1 };
-    assert!(matches!(scene.deliver(&stop, vec![]), Ended::Answer(_)));
+    assert!(matches!(scene.send(&stop, vec![]), Ended::Answer(_)));
     let (mut other, mut session, front_end) = take_over(&mut scene, 1 << 20);
     assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
     assert_eq!(states(&session), ["Running", "Stopped"]);
@@ -417,15 +417,14 @@ fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
 /// A session in use. None of its fields has the value that it has in a new session.
 fn in_use() -> (Scene, Channel) {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
-    else {
+    let Ended::Answer(body) = scene.send(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
     let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
     let news = UnixStream::pair().unwrap().0;
     let set = [(Request::SetInflightFd(area), file), (Request::SetBackendReqFd, news.into())];
     for (request, fd) in set {
-        assert_eq!(scene.deliver(&request, vec![fd]), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, vec![fd]), Ended::Done, "{request:?}");
     }
     scene.start();
     scene.begin_log();
@@ -438,7 +437,7 @@ fn in_use() -> (Scene, Channel) {
         (Request::SetVringBase { index: 1, base: 7 }, false),
     ] {
         let fds = has_fd.then(new_eventfd).into_iter().collect();
-        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
     }
     scene.connection.begin_pause();
     scene.settle().unwrap();

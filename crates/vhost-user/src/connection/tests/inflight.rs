@@ -13,8 +13,7 @@ const SKIP_DRAIN: u64 = protocol_feature::GET_VRING_BASE_SKIP_DRAIN;
 #[test]
 fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
-    else {
+    let Ended::Answer(body) = scene.send(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
     let area = InflightArea::decode(&body).unwrap();
@@ -26,7 +25,7 @@ fn an_inflight_region_is_made_kept_by_the_front_end_and_used() {
     assert_eq!(InflightArea::decode(&body[..20]), Some(area));
 
     let bring = |scene: &mut Scene, area: InflightArea| {
-        scene.deliver(&Request::SetInflightFd(area), vec![file.try_clone().unwrap()])
+        scene.send(&Request::SetInflightFd(area), vec![file.try_clone().unwrap()])
     };
     let needed = InflightRegion::bytes(RingLayout::Split, QUEUES, area.queue_size);
     for wrong in [
@@ -81,7 +80,7 @@ fn the_daemon_keeps_no_region_of_its_own_beside_that_of_the_front_end() {
         scene.connection.prepare_own_region();
         assert!(scene.connection.own_region.is_none(), "no ring can start without memory");
         let memory = scene.memory();
-        assert_eq!(scene.deliver(&Request::AddMemReg(super::region()), memory), Ended::Done);
+        assert_eq!(scene.send(&Request::AddMemReg(super::region()), memory), Ended::Done);
         scene.connection.prepare_own_region();
         assert_eq!(scene.connection.own_region.is_none(), is_negotiated);
         scene.end();
@@ -90,12 +89,11 @@ fn the_daemon_keeps_no_region_of_its_own_beside_that_of_the_front_end() {
     scene.connection.keeps_own_region = true;
     scene.start();
     assert!(scene.connection.own_region.is_some(), "rings have started without a region");
-    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
-    else {
+    let Ended::Answer(body) = scene.send(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
     let (area, file) = (InflightArea::decode(&body).unwrap(), scene.peer_fd.take().unwrap());
-    assert_eq!(scene.deliver(&Request::SetInflightFd(area), vec![file]), Ended::Done);
+    assert_eq!(scene.send(&Request::SetInflightFd(area), vec![file]), Ended::Done);
     assert!(scene.connection.own_region.is_none() && scene.connection.inflight.is_some());
     assert!(scene.connection.rings.iter().all(RingState::is_running));
     scene.end();
@@ -105,20 +103,19 @@ fn the_daemon_keeps_no_region_of_its_own_beside_that_of_the_front_end() {
 #[test]
 fn memory_that_changes_while_the_region_makes_no_sense_ends_the_connection() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
-    else {
+    let Ended::Answer(body) = scene.send(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
     let area = InflightArea::decode(&body).unwrap();
     let file = scene.peer_fd.take().unwrap();
     let brought = file.try_clone().unwrap();
-    assert_eq!(scene.deliver(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
+    assert_eq!(scene.send(&Request::SetInflightFd(area), vec![brought]), Ended::Done);
     scene.start();
     // A map without the rings is a step of a longer change.
-    assert_eq!(scene.deliver(&Request::RemMemReg(region()), vec![]), Ended::Done);
+    assert_eq!(scene.send(&Request::RemMemReg(region()), vec![]), Ended::Done);
     rustix::io::pwrite(&file, &[77, 0], SECOND_VERSION).unwrap();
     let memory = scene.memory();
-    let ended = scene.deliver(&Request::AddMemReg(region()), memory);
+    let ended = scene.send(&Request::AddMemReg(region()), memory);
     assert!(matches!(&ended, Ended::Over(why) if why.contains("version 77")), "{ended:?}");
     scene.end();
 }
@@ -145,17 +142,16 @@ fn requests_are_left_only_where_there_can_be_a_region() {
         kinds[0]
     };
     assert_eq!(stop(&scene), StopKind::Final, "the front-end has brought none");
-    let Ended::Answer(body) = scene.deliver(&Request::GetInflightFd(inflight_area()), vec![])
-    else {
+    let Ended::Answer(body) = scene.send(&Request::GetInflightFd(inflight_area()), vec![]) else {
         panic!("it was refused");
     };
     let area = InflightArea::decode(&body).unwrap();
     let file = scene.peer_fd.take().unwrap();
-    assert_eq!(scene.deliver(&Request::SetInflightFd(area), vec![file]), Ended::Done);
+    assert_eq!(scene.send(&Request::SetInflightFd(area), vec![file]), Ended::Done);
     assert_eq!(stop(&scene), StopKind::KeepInflight);
     let region = protocol_feature::INFLIGHT_SHMFD;
     let negotiate = |scene: &mut Scene, features: u64| {
-        scene.deliver(&Request::SetProtocolFeatures(PROTOCOL_FEATURES & !features), vec![])
+        scene.send(&Request::SetProtocolFeatures(PROTOCOL_FEATURES & !features), vec![])
     };
     for (left_out, needed) in
         [(region, "INFLIGHT_SHMFD"), (region | BASE, "_INFLIGHT"), (BASE, "_INFLIGHT")]
@@ -166,7 +162,7 @@ fn requests_are_left_only_where_there_can_be_a_region() {
     }
     assert_eq!(negotiate(&mut scene, SKIP_DRAIN), Ended::Done);
     assert_eq!(stop(&scene), StopKind::KeepInflight, "the message itself leaves them");
-    let skips = scene.deliver(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
+    let skips = scene.send(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
     assert!(matches!(skips, Ended::Refused { .. }), "{skips:?}");
     assert_eq!(negotiate(&mut scene, BASE | SKIP_DRAIN), Ended::Done);
     assert_eq!(stop(&scene), StopKind::Final, "the front-end does not know of it");
@@ -183,25 +179,22 @@ fn requests_are_left_only_where_there_can_be_a_region() {
 #[test]
 fn a_ring_that_cannot_run_again_keeps_the_requests_that_it_has_left() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
-    assert_eq!(
-        scene.deliver(&Request::SetProtocolFeatures(PROTOCOL_FEATURES), vec![]),
-        Ended::Done
-    );
+    assert_eq!(scene.send(&Request::SetProtocolFeatures(PROTOCOL_FEATURES), vec![]), Ended::Done);
     scene.start();
     let disable = Request::SetVringEnable { index: 0, value: 0 };
-    assert_eq!(scene.deliver(&disable, vec![]), Ended::Done);
-    assert_eq!(scene.deliver(&Request::RemMemReg(region()), vec![]), Ended::Done);
+    assert_eq!(scene.send(&disable, vec![]), Ended::Done);
+    assert_eq!(scene.send(&Request::RemMemReg(region()), vec![]), Ended::Done);
     scene.connection.rings[0].has_left = true;
     let get = Request::GetVringBase { index: 0 };
-    let refused = scene.deliver(&get, vec![]);
+    let refused = scene.send(&get, vec![]);
     let Ended::Refused { text, needs_ack: true } = refused else { panic!("{refused:?}") };
     assert!(text.contains("queue 0 has left requests"), "{text}");
     let ring = &scene.connection.rings[0];
     assert!(ring.settings.started && !ring.settings.enabled && ring.has_left);
     // With its memory, it answers them and gives its base.
     let memory = scene.memory();
-    assert_eq!(scene.deliver(&Request::AddMemReg(region()), memory), Ended::Done);
-    assert!(matches!(scene.deliver(&get, vec![]), Ended::Answer(_)));
+    assert_eq!(scene.send(&Request::AddMemReg(region()), memory), Ended::Done);
+    assert!(matches!(scene.send(&get, vec![]), Ended::Answer(_)));
     assert!(!scene.connection.rings[0].has_left);
     scene.end();
 }
@@ -215,17 +208,17 @@ fn left_requests_are_of_one_region_until_the_front_end_has_the_base() {
     scene.start();
     let disable = Request::SetVringEnable { index: 0, value: 0 };
     for knows in [true, false] {
-        assert_eq!(scene.deliver(&disable, vec![]), Ended::Done);
+        assert_eq!(scene.send(&disable, vec![]), Ended::Done);
         scene.connection.rings[0].has_left = true;
         if knows {
-            let base = scene.deliver(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
+            let base = scene.send(&Request::GetVringBaseSkipDrain { index: 0 }, vec![]);
             assert!(matches!(base, Ended::Answer(_)), "{base:?}");
         } else {
             assert_eq!(scene.bring(&regions[1]), Ended::Done);
         }
         assert!(!scene.connection.rings[0].has_left, "{knows}");
         let kick = Request::SetVringKick { index: 0, has_fd: true };
-        assert_eq!(scene.deliver(&kick, vec![new_eventfd()]), Ended::Done);
+        assert_eq!(scene.send(&kick, vec![new_eventfd()]), Ended::Done);
     }
     scene.end();
 }
@@ -250,10 +243,10 @@ fn task_management_begins_when_all_other_rings_are_served() {
         all.push((SetVringKick { index, has_fd: true }, vec![new_eventfd()]));
     }
     for (request, fds) in all {
-        assert_eq!(scene.deliver(&request, fds), Ended::Done, "{request:?}");
+        assert_eq!(scene.send(&request, fds), Ended::Done, "{request:?}");
     }
     let enable = |scene: &mut Scene, index, value| {
-        assert_eq!(scene.deliver(&SetVringEnable { index, value }, vec![]), Ended::Done);
+        assert_eq!(scene.send(&SetVringEnable { index, value }, vec![]), Ended::Done);
         running(scene)
     };
     assert_eq!(enable(&mut scene, 0, 1), [false; 4]);
@@ -262,7 +255,7 @@ fn task_management_begins_when_all_other_rings_are_served() {
     assert_eq!(enable(&mut scene, 2, 0), [true, true, false, false]);
     assert_eq!(enable(&mut scene, 0, 0), [false, true, false, false]);
     assert_eq!(enable(&mut scene, 0, 1), [false, true, false, false]);
-    let base = scene.deliver(&GetVringBase { index: 2 }, vec![]);
+    let base = scene.send(&GetVringBase { index: 2 }, vec![]);
     assert!(matches!(base, Ended::Answer(_)), "{base:?}");
     assert_eq!(running(&scene), [true, true, false, false], "nothing is left to wait for");
     scene.end();

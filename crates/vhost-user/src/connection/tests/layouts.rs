@@ -17,14 +17,14 @@ pub(super) fn inflight_area() -> InflightArea {
 
 impl Scene {
     pub(super) fn get_region(&mut self) -> (InflightArea, OwnedFd) {
-        let answer = self.deliver(&Request::GetInflightFd(inflight_area()), vec![]);
+        let answer = self.send(&Request::GetInflightFd(inflight_area()), vec![]);
         let Ended::Answer(body) = answer else { panic!("{answer:?}") };
         (InflightArea::decode(&body).unwrap(), self.peer_fd.take().unwrap())
     }
 
     pub(super) fn bring(&mut self, (area, file): &(InflightArea, OwnedFd)) -> Ended {
         let file = file.try_clone().unwrap();
-        self.deliver(&Request::SetInflightFd(*area), vec![file])
+        self.send(&Request::SetInflightFd(*area), vec![file])
     }
 
     /// Sets up all rings for a driver with these features, and starts them. Returns the last
@@ -45,7 +45,7 @@ impl Scene {
             all.push((SetVringEnable { index, value: 1 }, vec![]));
         }
         for (request, fds) in all {
-            let ended = self.deliver(&request, fds);
+            let ended = self.send(&request, fds);
             if ended != Ended::Done {
                 return ended;
             }
@@ -58,11 +58,11 @@ impl Scene {
     fn end_driver(&mut self) {
         for index in 0..u32::from(QUEUES) {
             let disable = Request::SetVringEnable { index, value: 0 };
-            assert_eq!(self.deliver(&disable, vec![]), Ended::Done);
-            let base = self.deliver(&Request::GetVringBase { index }, vec![]);
+            assert_eq!(self.send(&disable, vec![]), Ended::Done);
+            let base = self.send(&Request::GetVringBase { index }, vec![]);
             assert!(matches!(base, Ended::Answer(_)), "{base:?}");
         }
-        assert_eq!(self.deliver(&Request::SetStatus(0), vec![]), Ended::Done);
+        assert_eq!(self.send(&Request::SetStatus(0), vec![]), Ended::Done);
     }
 }
 
@@ -76,11 +76,11 @@ fn the_next_driver_may_choose_another_layout_before_it_has_a_region() {
         // No longer than split rings need.
         let size = InflightRegion::bytes_with_note(RingLayout::Split, QUEUES, area.queue_size);
         let area = if first == SPLIT { InflightArea { size, ..area } } else { area };
-        assert_eq!(scene.deliver(&Request::SetFeatures(first), vec![]), Ended::Done);
+        assert_eq!(scene.send(&Request::SetFeatures(first), vec![]), Ended::Done);
         assert_eq!(scene.bring(&(area, file)), Ended::Done);
         assert_eq!(scene.run_driver(first), Ended::Done);
         scene.end_driver();
-        assert_eq!(scene.deliver(&Request::SetFeatures(second), vec![]), Ended::Done);
+        assert_eq!(scene.send(&Request::SetFeatures(second), vec![]), Ended::Done);
         let region = scene.get_region();
         assert_eq!(scene.bring(&region), Ended::Done);
         assert_eq!(scene.run_driver(second), Ended::Done);
@@ -116,7 +116,7 @@ fn rings_that_do_not_fit_into_their_region_do_not_start() {
     assert!(scene.connection.rings.iter().all(RingState::is_stopped));
     assert_eq!(scene.run_driver(SPLIT), Ended::Done);
     // Rings that run continue with the features that they have.
-    let refused = scene.deliver(&Request::SetFeatures(PACKED | F_LOG_ALL), vec![]);
+    let refused = scene.send(&Request::SetFeatures(PACKED | F_LOG_ALL), vec![]);
     assert!(matches!(refused, Ended::Refused { needs_ack: true, .. }), "{refused:?}");
     assert!(scene.connection.rings.iter().all(RingState::is_running));
     assert_eq!(scene.connection.features(), SPLIT);
@@ -132,13 +132,13 @@ fn memory_beyond_the_log_of_a_packed_ring_is_refused() {
         let size = (GUEST_ADDR + MEMORY_BYTES) / (8 * 4096);
         let log = scene.memory();
         let set = Request::SetLogBase(LogArea { size, file_offset: 0 });
-        assert!(matches!(scene.deliver(&set, log), Ended::Done | Ended::Answer(_)));
+        assert!(matches!(scene.send(&set, log), Ended::Done | Ended::Answer(_)));
         let addresses = addresses(USER_ADDR + 0x4000);
         let set = Request::SetVringAddr { index: 1, addresses, log: Some(0) };
-        assert_eq!(scene.deliver(&set, vec![]), Ended::Done);
+        assert_eq!(scene.send(&set, vec![]), Ended::Done);
         let other = Region { guest_addr: 1 << 40, user_addr: 1 << 40, ..region() };
         let memory = scene.memory();
-        let added = scene.deliver(&Request::AddMemReg(other), memory);
+        let added = scene.send(&Request::AddMemReg(other), memory);
         if features == SPLIT {
             assert_eq!(added, Ended::Done, "only the used ring is logged");
         } else {
@@ -147,7 +147,7 @@ fn memory_beyond_the_log_of_a_packed_ring_is_refused() {
         }
         assert!(scene.connection.rings.iter().all(RingState::is_running));
         scene.end_driver();
-        assert_eq!(scene.deliver(&Request::ResetDevice, vec![]), Ended::Done);
+        assert_eq!(scene.send(&Request::ResetDevice, vec![]), Ended::Done);
     }
     scene.end();
 }
@@ -227,7 +227,7 @@ fn a_packed_ring_that_is_set_up_again_starts_from_the_front() {
         await_answers(&mut scene, &mut driver);
         scene.end_driver();
         if resets {
-            assert_eq!(scene.deliver(&Request::ResetDevice, vec![]), Ended::Done);
+            assert_eq!(scene.send(&Request::ResetDevice, vec![]), Ended::Done);
         }
         let mut driver = new_packed_driver(&scene);
         offer(&mut driver, &memory);

@@ -114,11 +114,11 @@ fn a_ring_answers_the_requests_that_it_has_left_before_it_gives_its_base() {
         scene.io.turn(Wait::Never).unwrap();
     }
     let disable = Request::SetVringEnable { index: 0, value: 0 };
-    assert_eq!(scene.deliver(&disable, vec![]), Ended::Done);
+    assert_eq!(scene.send(&disable, vec![]), Ended::Done);
     let answered = std::iter::from_fn(|| driver.take_used()).count();
     assert!(answered < REQUESTS && scene.connection.rings[0].has_left, "they wait");
     source.set_limits(&Limits::default()).unwrap();
-    let base = scene.deliver(&Request::GetVringBase { index: 0 }, vec![]);
+    let base = scene.send(&Request::GetVringBase { index: 0 }, vec![]);
     assert_eq!(base, Ended::Answer([0_u32, 4].map(u32::to_ne_bytes).concat()));
     assert_eq!(answered + std::iter::from_fn(|| driver.take_used()).count(), REQUESTS);
     scene.end();
