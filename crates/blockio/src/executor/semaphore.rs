@@ -9,7 +9,7 @@ use crate::executor::sync::{Mutex, MutexGuard};
 use crate::executor::wait_list::{WaitList, Waiter};
 
 /// The users and waiters of a semaphore, without a lock. A member is in line from
-/// [`enter`](Self::enter) to [`leave`].
+/// [`enter`](Self::enter) to [`release`].
 #[derive(Debug)]
 pub(crate) struct Line {
     limit: usize,
