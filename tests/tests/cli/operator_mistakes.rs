@@ -142,7 +142,7 @@ fn output_has_no_control_characters() -> Result<()> {
     let socket = folders.socket("\u{1b}[31m.sock").display().to_string();
     let export = format!("[[export]]\nendpoint.path = {socket:?}\ndevice.blk.file = {path:?}\n");
     std::fs::write(&config, export.replace("\\u{1b}", "\\u001b"))?;
-    let (config, pattern) = (config.display().to_string(), ["--rw", "read", "--number_ios", "1"]);
+    let (config, pattern) = (config.display().to_string(), ["--rw", "read", "--runtime", "50ms"]);
     for (words, shown) in [
         (&["disk", "info", &path][..], "x\\u{1b}[31m\\nsize 1 TiB\n"),
         (&["check", &config], "x\\u{1b}[31m\\nsize 1 TiB\n"),

@@ -30,7 +30,8 @@ pub(super) fn requests_wait(scene: &mut Scene) -> Result<()> {
     let disk = scene.image("away")?;
     let disk = with_time_outs(scene, &disk)?;
     let mut served = scene.serve("away", &disk, &[])?;
-    let load = served.load("--runtime 40")?;
+    // A new OSD takes half a minute on a busy machine.
+    let load = served.load("--runtime 40 --timeout 300")?;
     retry(LIMIT, || check_served(&served))?;
     let (stopped, since) = (Stopped::new(scene.cluster.osd()?)?, Instant::now());
     served.daemon.wait_for("the cluster has not answered an operation for 5 s; 8 operations")?;
