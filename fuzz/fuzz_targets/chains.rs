@@ -12,7 +12,8 @@ use iomem::Buffers;
 use libfuzzer_sys::fuzz_target;
 use ringhaul_fuzz::Input;
 use virtqueue::{
-    AnswerPlace, Chain, GuestMemory, LocalMemory, QueueConfig, QueueError, RingLayout, Virtqueue,
+    AnswerPlace, Chain, DeviceQueue, GuestMemory, LocalMemory, QueueConfig, QueueError, RingLayout,
+    Virtqueue,
 };
 
 /// Two regions that touch, and a separate one with an unaligned end.

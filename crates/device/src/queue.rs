@@ -29,7 +29,9 @@ use blockio::clock::LoopClock;
 use blockio::thread::{RegisteredMemory, Source};
 use blockio::{Io, Remote, oneshot};
 use rustix::fd::OwnedFd;
-use virtqueue::{AvailIdx, Chain, LocalMemory, QueueError, QueueLog, RingLayout, Virtqueue};
+use virtqueue::{
+    AvailIdx, Chain, DeviceQueue, LocalMemory, QueueError, QueueLog, RingLayout, Virtqueue,
+};
 
 use crate::events::{Events, QueueFault};
 use crate::stats::QueueStats;

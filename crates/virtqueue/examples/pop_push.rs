@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use virtqueue::driver::{Desc, Ring};
-use virtqueue::{GuestMemory, LocalMemory, QueueConfig, SplitQueue};
+use virtqueue::{DeviceQueue, GuestMemory, LocalMemory, QueueConfig, SplitQueue};
 
 const SIZE: u16 = 256;
 const DESC_TABLE: u64 = 0x1000;

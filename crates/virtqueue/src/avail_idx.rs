@@ -161,6 +161,7 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+    use crate::device_queue::DeviceQueue;
     use crate::driver::{Desc, PACKED_START, PackedDriver};
     use crate::packed::PackedQueue;
     use crate::split::QueueConfig;

@@ -57,6 +57,7 @@ mod budget;
 mod chain;
 pub mod death;
 mod descriptor_ring;
+mod device_queue;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod error;
@@ -74,6 +75,7 @@ mod virtqueue;
 pub use avail_idx::AvailIdx;
 pub use budget::MappingBudget;
 pub use chain::Chain;
+pub use device_queue::DeviceQueue;
 pub use error::{ChainFault, InflightError, MemoryError, QueueError, RingPart};
 pub use inflight::{InflightAccount, InflightRegion, Recovery, RingLayout};
 pub use memory::{
@@ -83,4 +85,4 @@ pub use packed::PackedQueue;
 pub use region::{MAX_REGIONS, MappingRules, MemoryFiles, RegionConfig};
 pub use sigbus::{install_sigbus_handler, lost_regions};
 pub use split::{QueueConfig, SplitQueue};
-pub use virtqueue::{LayoutQueue, Virtqueue};
+pub use virtqueue::Virtqueue;

@@ -15,6 +15,7 @@ use std::sync::atomic::{Ordering, fence};
 use crate::avail_idx::Progress;
 use crate::chain::{self, Chain, DESC_F_NEXT};
 use crate::descriptor_ring::{DescriptorRing, EventSuppression, UsedWord};
+use crate::device_queue::DeviceQueue;
 use crate::error::{ChainFault, QueueError};
 use crate::inflight::{PackedInflight, Taken};
 use crate::memory::Descriptor;
@@ -246,64 +247,6 @@ impl PackedQueue {
         self.in_device -= 1;
     }
 
-    /// Makes all pushed elements visible, and returns the number of new ones. A sleeping driver
-    /// sees them only after [`publish`](Self::publish) has asked for a call, as it must in the end.
-    #[inline(never)]
-    pub fn publish_quietly(&mut self) -> u16 {
-        let count = std::mem::take(&mut self.unpublished);
-        if count > 0 {
-            let size = self.config.size;
-            let descriptors = self.published.distance(self.used, size);
-            if self.memory.is_logged() {
-                self.mark_elements(self.published, descriptors);
-            }
-            match &mut self.inflight {
-                None => self.ring.store_first_used(self.published.slot, self.first),
-                Some(inflight) => {
-                    inflight.publish(&self.ring, (self.published, self.used), self.first);
-                }
-            }
-            if self.memory.is_logged() {
-                // The first element is written now, and may have lost its mark.
-                self.mark_elements(self.published, 1);
-            }
-            self.published = self.used;
-            self.room += descriptors;
-            self.unchecked = self.unchecked.saturating_add(descriptors).min(size + 1);
-        }
-        count
-    }
-
-    /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for
-    /// any element since the last `publish`, or if a call is forced, with or without new elements.
-    #[inline]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn publish(&mut self) -> bool {
-        self.publish_quietly();
-        self.needs_call()
-    }
-
-    /// Returns true if the driver wants a call for any element that was published since the last
-    /// `publish` or `needs_call`, or if a call is forced. Pushed elements must be published.
-    #[inline(never)]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn needs_call(&mut self) -> bool {
-        let since = std::mem::replace(&mut self.checked, self.used);
-        let count = std::mem::take(&mut self.unchecked);
-        if self.call_forced {
-            self.call_forced = false;
-            return true;
-        }
-        if count == 0 {
-            return false;
-        }
-        // The driver writes its event suppression, and then reads the next used flags. We write
-        // these flags, and then read the suppression. Without a full fence on both sides, both
-        // could miss the opposite write.
-        fence(Ordering::SeqCst);
-        self.wants_call(since, count)
-    }
-
     /// Returns true if `count` used descriptors from `since` on pass the driver's event.
     #[inline]
     fn wants_call(&self, since: Position, count: u16) -> bool {
@@ -320,31 +263,10 @@ impl PackedQueue {
         }
     }
 
-    /// Returns true if the driver seems to sleep until called for elements since the last
-    /// `publish`, or for the next one. A cheap check, which may miss a driver that has just asked.
-    #[inline]
-    pub fn driver_sleeps(&self) -> bool {
-        let pushed = self.published.distance(self.used, self.config.size);
-        self.wants_call(self.checked, self.unchecked.saturating_add(pushed).saturating_add(1))
-    }
-
-    /// Makes the next [`publish`](Self::publish) ask for a call. Needed when a call may have been
-    /// lost, for example with a call eventfd that was replaced.
+    /// Makes the next [`publish`](DeviceQueue::publish) ask for a call. Needed when a call may have
+    /// been lost, for example with a call eventfd that was replaced.
     pub fn force_call(&mut self) {
         self.call_forced = true;
-    }
-
-    /// The number of chains to pop. Looks for new ones if `fresh`, or if none is known.
-    ///
-    /// # Errors
-    ///
-    /// If the ring is bad, as for [`pop`](Self::pop).
-    #[inline(never)]
-    pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
-        if fresh || self.seen.chains == 0 {
-            self.scan()?;
-        }
-        Ok(self.recovered + self.seen.chains)
     }
 
     /// Counts the chains behind those that were seen.
@@ -403,13 +325,6 @@ impl PackedQueue {
         self.mark_kick_wish();
     }
 
-    /// The number of the next chain to pop. The first one since the start has 0.
-    #[inline]
-    pub fn next_chain(&self) -> u16 {
-        let [low, high, ..] = self.popped.to_le_bytes();
-        u16::from_le_bytes([low, high])
-    }
-
     /// The places of the next chain (low half) and of the next used element (high half), for a
     /// front-end that stops the queue. Each has the wrap counter in its last bit.
     pub fn base(&self) -> u32 {
@@ -419,12 +334,6 @@ impl PackedQueue {
     /// The number of entries of the ring.
     pub fn size(&self) -> u16 {
         self.config.size
-    }
-
-    /// The number of chains that were popped and not pushed yet.
-    #[inline]
-    pub fn in_device(&self) -> u16 {
-        self.in_device
     }
 
     /// The number of the next chain in the ring: chains of an earlier process come before it.
@@ -449,6 +358,77 @@ impl PackedQueue {
     pub fn unmark_rest(&mut self) {
         assert!(self.recovered == 0, "the ring does not have {} chains", self.recovered);
         self.seen = SeenChains::none(self.next);
+    }
+}
+
+impl DeviceQueue for PackedQueue {
+    #[inline(never)]
+    fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+        if fresh || self.seen.chains == 0 {
+            self.scan()?;
+        }
+        Ok(self.recovered + self.seen.chains)
+    }
+
+    #[inline(never)]
+    fn publish_quietly(&mut self) -> u16 {
+        let count = std::mem::take(&mut self.unpublished);
+        if count > 0 {
+            let size = self.config.size;
+            let descriptors = self.published.distance(self.used, size);
+            if self.memory.is_logged() {
+                self.mark_elements(self.published, descriptors);
+            }
+            match &mut self.inflight {
+                None => self.ring.store_first_used(self.published.slot, self.first),
+                Some(inflight) => {
+                    inflight.publish(&self.ring, (self.published, self.used), self.first);
+                }
+            }
+            if self.memory.is_logged() {
+                // The first element is written now, and may have lost its mark.
+                self.mark_elements(self.published, 1);
+            }
+            self.published = self.used;
+            self.room += descriptors;
+            self.unchecked = self.unchecked.saturating_add(descriptors).min(size + 1);
+        }
+        count
+    }
+
+    #[inline(never)]
+    fn needs_call(&mut self) -> bool {
+        let since = std::mem::replace(&mut self.checked, self.used);
+        let count = std::mem::take(&mut self.unchecked);
+        if self.call_forced {
+            self.call_forced = false;
+            return true;
+        }
+        if count == 0 {
+            return false;
+        }
+        // The driver writes its event suppression, and then reads the next used flags. We write
+        // these flags, and then read the suppression. Without a full fence on both sides, both
+        // could miss the opposite write.
+        fence(Ordering::SeqCst);
+        self.wants_call(since, count)
+    }
+
+    #[inline]
+    fn driver_sleeps(&self) -> bool {
+        let pushed = self.published.distance(self.used, self.config.size);
+        self.wants_call(self.checked, self.unchecked.saturating_add(pushed).saturating_add(1))
+    }
+
+    #[inline]
+    fn next_chain(&self) -> u16 {
+        let [low, high, ..] = self.popped.to_le_bytes();
+        u16::from_le_bytes([low, high])
+    }
+
+    #[inline]
+    fn in_device(&self) -> u16 {
+        self.in_device
     }
 }
 

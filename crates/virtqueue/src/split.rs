@@ -9,6 +9,7 @@ mod popped;
 use std::sync::atomic::{Ordering, fence};
 
 use crate::chain::{self, Chain};
+use crate::device_queue::DeviceQueue;
 use crate::error::{ChainFault, InflightError, QueueError, RingPart};
 use crate::inflight::{Inflight, InflightAccount, Recovery, RingState};
 use crate::memory::{DESCRIPTOR_BYTES, LocalMemory, MAX_QUEUE_SIZE, Translator};
@@ -43,7 +44,7 @@ pub struct QueueConfig {
 
 /// A split virtqueue, as the device sees it. Belongs to one thread.
 ///
-/// Chains are popped, and pushed when they are done, in any order. [`SplitQueue::publish`] makes
+/// Chains are popped, and pushed when they are done, in any order. [`DeviceQueue::publish`] makes
 /// pushed elements visible to the driver. Dropping the queue touches no ring. Chains keep their own
 /// memory mapped.
 #[derive(Debug)]
@@ -236,25 +237,6 @@ impl SplitQueue {
         self.in_device -= 1;
     }
 
-    /// Makes all pushed elements visible, and returns the number of new ones. A sleeping driver
-    /// sees them only after [`publish`](Self::publish) has asked for a call, as it must in the end.
-    ///
-    /// # Panics
-    ///
-    /// If more than 32,768 elements were published since the last [`publish`](Self::publish).
-    #[inline]
-    pub fn publish_quietly(&mut self) -> u16 {
-        let count = self.next_used.wrapping_sub(self.published_used);
-        if count > 0 && !self.memory.is_logged() {
-            self.store_used_idx(count);
-        } else if count > 0 {
-            self.publish_with_marks(count);
-        }
-        let unchecked = self.next_used.wrapping_sub(self.checked_used);
-        assert!(unchecked <= UNCHECKED_MAX, "nobody has asked if {unchecked} elements want a call");
-        count
-    }
-
     /// Makes `count` elements visible.
     #[inline]
     fn store_used_idx(&mut self, count: u16) {
@@ -267,66 +249,8 @@ impl SplitQueue {
         self.published_used = end;
     }
 
-    /// Returns true if the driver seems to sleep until called for elements since the last
-    /// `publish`, or for the next one. A cheap check, which may miss a driver that has just asked.
-    #[inline]
-    pub fn driver_sleeps(&self) -> bool {
-        if self.config.event_idx {
-            let asked = self.rings.load_used_event().wrapping_sub(self.checked_used);
-            asked <= self.next_used.wrapping_sub(self.checked_used)
-        } else {
-            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
-        }
-    }
-
-    /// The number of chains to pop. Reads avail idx if `fresh`, or if the last read has left none.
-    ///
-    /// # Errors
-    ///
-    /// As for [`pop`](Self::pop).
-    #[inline]
-    pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
-        if fresh || self.next_avail == self.avail_shadow {
-            self.read_avail_idx()?;
-        }
-        Ok(self.avail_shadow.wrapping_sub(self.next_avail))
-    }
-
-    /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call for
-    /// any element since the last `publish`, or if a call is forced, with or without new elements.
-    #[inline]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn publish(&mut self) -> bool {
-        self.publish_quietly();
-        self.needs_call()
-    }
-
-    /// Returns true if the driver wants a call for any element that was published since the last
-    /// `publish` or `needs_call`, or if a call is forced. Pushed elements must be published.
-    #[inline]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn needs_call(&mut self) -> bool {
-        let (old, new) = (self.checked_used, self.next_used);
-        self.checked_used = new;
-        if self.call_forced {
-            self.call_forced = false;
-            return true;
-        }
-        if old == new {
-            return false;
-        }
-        // The driver writes its event (or flag) and then reads used idx. We write used idx and then
-        // read the event. Without a full fence on both sides, both could miss the opposite write.
-        fence(Ordering::SeqCst);
-        if self.config.event_idx {
-            need_event(self.rings.load_used_event(), new, old)
-        } else {
-            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
-        }
-    }
-
-    /// Makes the next [`publish`](Self::publish) ask for a call. Needed when a call may have been
-    /// lost, for example with a call eventfd that was replaced.
+    /// Makes the next [`publish`](DeviceQueue::publish) ask for a call. Needed when a call may have
+    /// been lost, for example with a call eventfd that was replaced.
     pub fn force_call(&mut self) {
         self.call_forced = true;
     }
@@ -375,12 +299,6 @@ impl SplitQueue {
     /// The number of entries of the ring.
     pub fn size(&self) -> u16 {
         self.config.size
-    }
-
-    /// The number of chains that were popped and not pushed yet.
-    #[inline]
-    pub fn in_device(&self) -> u16 {
-        self.in_device
     }
 
     /// Continues in a changed memory map, in which the rings have the same guest addresses. Chains
@@ -433,6 +351,70 @@ impl SplitQueue {
         let entries = (0..count).map(|at| avail_shadow.wrapping_add(at));
         inflight.seen(entries.map(|index| rings.avail_entry(index)));
         if inflight.is_intact() { Ok(()) } else { Err(InflightError::Gone) }
+    }
+}
+
+impl DeviceQueue for SplitQueue {
+    #[inline]
+    fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+        if fresh || self.next_avail == self.avail_shadow {
+            self.read_avail_idx()?;
+        }
+        Ok(self.avail_shadow.wrapping_sub(self.next_avail))
+    }
+
+    #[inline]
+    fn publish_quietly(&mut self) -> u16 {
+        let count = self.next_used.wrapping_sub(self.published_used);
+        if count > 0 && !self.memory.is_logged() {
+            self.store_used_idx(count);
+        } else if count > 0 {
+            self.publish_with_marks(count);
+        }
+        let unchecked = self.next_used.wrapping_sub(self.checked_used);
+        assert!(unchecked <= UNCHECKED_MAX, "no call was considered for {unchecked} elements");
+        count
+    }
+
+    #[inline]
+    fn needs_call(&mut self) -> bool {
+        let (old, new) = (self.checked_used, self.next_used);
+        self.checked_used = new;
+        if self.call_forced {
+            self.call_forced = false;
+            return true;
+        }
+        if old == new {
+            return false;
+        }
+        // The driver writes its event (or flag) and then reads used idx. We write used idx and then
+        // read the event. Without a full fence on both sides, both could miss the opposite write.
+        fence(Ordering::SeqCst);
+        if self.config.event_idx {
+            need_event(self.rings.load_used_event(), new, old)
+        } else {
+            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
+        }
+    }
+
+    #[inline]
+    fn driver_sleeps(&self) -> bool {
+        if self.config.event_idx {
+            let asked = self.rings.load_used_event().wrapping_sub(self.checked_used);
+            asked <= self.next_used.wrapping_sub(self.checked_used)
+        } else {
+            self.rings.load_avail_flags() & AVAIL_F_NO_INTERRUPT == 0
+        }
+    }
+
+    #[inline]
+    fn next_chain(&self) -> u16 {
+        self.next_avail
+    }
+
+    #[inline]
+    fn in_device(&self) -> u16 {
+        self.in_device
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::avail_idx::AvailIdx;
 use crate::chain::Chain;
+use crate::device_queue::DeviceQueue;
 use crate::error::QueueError;
 use crate::inflight::{InflightAccount, Recovery, RingLayout};
 use crate::memory::{AnswerPlace, LocalMemory, QueueLog};
@@ -11,7 +12,7 @@ use crate::split::{QueueConfig, SplitQueue};
 
 /// A virtqueue of either layout, as the device sees it. Belongs to one thread.
 ///
-/// Its methods are the methods of [`SplitQueue`] and [`PackedQueue`].
+/// Its methods are the methods of [`SplitQueue`] and [`PackedQueue`], and of [`DeviceQueue`].
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the variants are named like their types")]
 #[allow(clippy::large_enum_variant, reason = "split rings are the usual ones, and stay direct")]
@@ -32,63 +33,37 @@ macro_rules! either {
     };
 }
 
-/// A virtqueue of one layout, for steps of a device that look at the layout once.
-///
-/// The methods are the methods of [`Virtqueue`].
-#[expect(missing_docs, reason = "the methods are documented at `Virtqueue`")]
-pub trait LayoutQueue {
-    fn available(&mut self, fresh: bool) -> Result<u16, QueueError>;
-    fn publish_quietly(&mut self) -> u16;
-    fn needs_call(&mut self) -> bool;
-    fn driver_sleeps(&self) -> bool;
-    fn next_chain(&self) -> u16;
-    fn in_device(&self) -> u16;
+impl DeviceQueue for Virtqueue {
+    #[inline]
+    fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
+        either!(self, available(fresh))
+    }
 
     #[inline]
-    fn available_now(&mut self) -> u16 {
-        self.available(true).unwrap_or(0)
+    fn in_device(&self) -> u16 {
+        either!(self, in_device())
+    }
+
+    #[inline]
+    fn next_chain(&self) -> u16 {
+        either!(self, next_chain())
+    }
+
+    #[inline]
+    fn publish_quietly(&mut self) -> u16 {
+        either!(self, publish_quietly())
+    }
+
+    #[inline]
+    fn needs_call(&mut self) -> bool {
+        either!(self, needs_call())
+    }
+
+    #[inline]
+    fn driver_sleeps(&self) -> bool {
+        either!(self, driver_sleeps())
     }
 }
-
-/// Implements the trait by the methods of the type, of which one has another name.
-macro_rules! implement {
-    ($queue:ty, $next_chain:ident) => {
-        impl LayoutQueue for $queue {
-            #[inline]
-            fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
-                self.available(fresh)
-            }
-
-            #[inline]
-            fn publish_quietly(&mut self) -> u16 {
-                self.publish_quietly()
-            }
-
-            #[inline]
-            fn needs_call(&mut self) -> bool {
-                self.needs_call()
-            }
-
-            #[inline]
-            fn driver_sleeps(&self) -> bool {
-                self.driver_sleeps()
-            }
-
-            #[inline]
-            fn next_chain(&self) -> u16 {
-                self.$next_chain()
-            }
-
-            #[inline]
-            fn in_device(&self) -> u16 {
-                self.in_device()
-            }
-        }
-    };
-}
-
-implement!(SplitQueue, next_avail);
-implement!(PackedQueue, next_chain);
 
 impl Virtqueue {
     /// Takes over a queue that the driver has set up. `next_used` is the place of the next used
@@ -223,49 +198,7 @@ impl Virtqueue {
         either!(self, push(head, written_bytes));
     }
 
-    /// Makes all pushed elements visible, and returns the number of new ones.
-    #[inline]
-    pub fn publish_quietly(&mut self) -> u16 {
-        either!(self, publish_quietly())
-    }
-
-    /// Makes all pushed elements visible to the driver. Returns true if the driver wants a call.
-    #[inline]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn publish(&mut self) -> bool {
-        either!(self, publish())
-    }
-
-    /// Returns true if the driver wants a call for elements that were published.
-    #[inline]
-    #[must_use = "the driver may sleep until it is called"]
-    pub fn needs_call(&mut self) -> bool {
-        either!(self, needs_call())
-    }
-
-    /// Returns true if the driver seems to sleep until called.
-    #[inline]
-    pub fn driver_sleeps(&self) -> bool {
-        either!(self, driver_sleeps())
-    }
-
-    /// The number of chains to pop. Looks for new ones if `fresh`, or if none is known.
-    ///
-    /// # Errors
-    ///
-    /// As for [`pop`](Self::pop).
-    #[inline]
-    pub fn available(&mut self, fresh: bool) -> Result<u16, QueueError> {
-        either!(self, available(fresh))
-    }
-
-    /// The number of chains to pop, by a fresh look. 0 if the ring is bad, which the next pop
-    /// reports.
-    pub fn available_now(&mut self) -> u16 {
-        self.available(true).unwrap_or(0)
-    }
-
-    /// Makes the next [`publish`](Self::publish) ask for a call.
+    /// Makes the next [`publish`](DeviceQueue::publish) ask for a call.
     pub fn force_call(&mut self) {
         either!(self, force_call());
     }
@@ -288,16 +221,6 @@ impl Virtqueue {
         either!(self, disable_kicks());
     }
 
-    /// The number of the next chain to pop: of a split ring its avail entry, of a packed ring the
-    /// number of chains that were popped since the start.
-    #[inline]
-    pub fn next_chain(&self) -> u16 {
-        match self {
-            Split(queue) => queue.next_avail(),
-            Packed(queue) => queue.next_chain(),
-        }
-    }
-
     /// The place at which the next start continues, as a front-end keeps it: the next avail entry
     /// of a split ring, or [`PackedQueue::base`].
     #[inline]
@@ -316,12 +239,6 @@ impl Virtqueue {
     /// The number of entries of the ring.
     pub fn size(&self) -> u16 {
         either!(self, size())
-    }
-
-    /// The number of chains that were popped and not pushed yet.
-    #[inline]
-    pub fn in_device(&self) -> u16 {
-        either!(self, in_device())
     }
 
     fn memory(&self) -> &QueueMemory {

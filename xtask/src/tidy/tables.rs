@@ -131,8 +131,8 @@ pub(super) const FLOORS: &[Floors] = &[
     },
     Floors {
         folder: "crates/virtqueue/src",
-        floors: "budget death error sigbus region memory chain queue_memory position rings \
-                 avail_idx descriptor_ring inflight split packed virtqueue driver",
+        floors: "budget death error device_queue sigbus region memory chain queue_memory \
+                 position rings avail_idx descriptor_ring inflight split packed virtqueue driver",
         allows_inner_cycles: false,
     },
     Floors {

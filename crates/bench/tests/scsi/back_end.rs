@@ -14,7 +14,8 @@ use std::thread::{self, JoinHandle};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 use virtqueue::{
-    Chain, GuestMemory, LocalMemory, MappingRules, QueueConfig, RegionConfig, SplitQueue,
+    Chain, DeviceQueue, GuestMemory, LocalMemory, MappingRules, QueueConfig, RegionConfig,
+    SplitQueue,
 };
 
 /// Features.

@@ -2,7 +2,7 @@
 //! the ring once.
 
 use blockio::clock;
-use virtqueue::{LayoutQueue, Virtqueue};
+use virtqueue::{DeviceQueue, Virtqueue};
 
 use super::Queue;
 use crate::queue::batching::{Batching, QueueState, Run};
@@ -22,7 +22,7 @@ impl Queue {
     #[inline(always)]
     fn plan_run(
         &self,
-        ring: &mut impl LayoutQueue,
+        ring: &mut impl DeviceQueue,
         batching: &mut Batching,
         is_halted: bool,
     ) -> (Run, u16) {
@@ -62,7 +62,7 @@ impl Queue {
     }
 
     #[inline(always)]
-    fn publish_run(&self, ring: &mut impl LayoutQueue, batching: &mut Batching) {
+    fn publish_run(&self, ring: &mut impl DeviceQueue, batching: &mut Batching) {
         let count = ring.publish_quietly();
         if count == 0 {
             return;
@@ -90,7 +90,7 @@ impl Queue {
     }
 
     #[inline(always)]
-    fn publish_and_call(&self, ring: &mut impl LayoutQueue, batching: &mut Batching) {
+    fn publish_and_call(&self, ring: &mut impl DeviceQueue, batching: &mut Batching) {
         let count = ring.publish_quietly();
         // Usually zero: the run has published its answers.
         if count > 0 {
@@ -101,7 +101,7 @@ impl Queue {
     }
 
     /// Calls the driver if it wants a call for answers that were published.
-    fn call_if_wanted(&self, ring: &mut impl LayoutQueue, batching: &mut Batching) {
+    fn call_if_wanted(&self, ring: &mut impl DeviceQueue, batching: &mut Batching) {
         if !ring.needs_call() {
             self.reports.requests.calls_suppressed.add(1);
         } else if let Some(call) = &*self.eventfds.call.borrow() {

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::*;
 use crate::death::tests as death;
+use crate::device_queue::DeviceQueue;
 use crate::driver::{Desc, Ring};
 use crate::memory::{LocalMemory, MAX_QUEUE_SIZE};
 use crate::split::{QueueConfig, SplitQueue};

@@ -47,6 +47,7 @@ mod tests {
 
     use super::*;
     use crate::death::tests::Follower;
+    use crate::device_queue::DeviceQueue;
     use crate::driver::{Desc, PACKED_START, PackedDriver};
     use crate::memory::{GuestMemory, LocalMemory};
     use crate::split::QueueConfig;

@@ -60,6 +60,7 @@ mod tests {
 
     use super::*;
     use crate::death::tests::Follower;
+    use crate::device_queue::DeviceQueue;
     use crate::driver::{Desc, Driver};
     use crate::memory::{GuestMemory, LocalMemory};
     use crate::split::QueueConfig;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use virtqueue::{
-    AnswerPlace, Chain, ChainFault, GuestMemory, MAX_INDIRECT_ENTRIES, QueueError, SplitQueue,
-    Virtqueue,
+    AnswerPlace, Chain, ChainFault, DeviceQueue, GuestMemory, MAX_INDIRECT_ENTRIES, QueueError,
+    SplitQueue, Virtqueue,
 };
 
 use crate::ring::{

@@ -10,7 +10,9 @@ use proptest::test_runner::TestCaseResult;
 use virtio_driver::virtqueue::{Virtqueue, VirtqueueLayout};
 use virtio_driver::{VirtioFeatureFlags, iovec};
 use virtqueue::driver::PACKED_START;
-use virtqueue::{Chain, GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue as Device};
+use virtqueue::{
+    Chain, DeviceQueue, GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue as Device,
+};
 
 use crate::front_end::{Connection, Shared};
 use crate::ring::contents;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use virtqueue::{RingLayout, Virtqueue};
+use virtqueue::{DeviceQueue, RingLayout, Virtqueue};
 
 use crate::driver::{Driver, Shape, open, serve, shared_bytes};
 use crate::front_end::Connection;

@@ -1,6 +1,7 @@
 //! Event idx against a model that counts in 64 bits, from any start and over any wrap.
 
 use proptest::prelude::*;
+use virtqueue::DeviceQueue;
 
 use crate::ring::{F_WRITE, Hand, ISLAND, new_ring, pop};
 

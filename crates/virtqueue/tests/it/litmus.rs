@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use virtqueue::driver::{Desc, PackedDriver};
-use virtqueue::{GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue};
+use virtqueue::{DeviceQueue, GuestMemory, LocalMemory, QueueConfig, RingLayout, Virtqueue};
 
 use crate::packed;
 use crate::ring::{F_WRITE, Hand, ISLAND, Ring, new_ring};

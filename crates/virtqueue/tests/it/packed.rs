@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use virtqueue::driver::{Desc, INDIRECT, NEXT, PACKED_START, PackedDriver, WRITE};
 use virtqueue::{
-    Chain, ChainFault, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, PackedQueue, QueueConfig,
-    QueueError, RingPart,
+    Chain, ChainFault, DeviceQueue, GuestMemory, LocalMemory, MAX_QUEUE_SIZE, PackedQueue,
+    QueueConfig, QueueError, RingPart,
 };
 
 use crate::ring::{BORDER, DESC_TABLE, HOLE, ISLAND, RANGES, contents};

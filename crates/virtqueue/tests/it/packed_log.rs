@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use virtqueue::driver::Desc;
-use virtqueue::{DirtyLog, GuestMemory, LocalMemory, QueueConfig, QueueLog, Virtqueue};
+use virtqueue::{
+    DeviceQueue, DirtyLog, GuestMemory, LocalMemory, QueueConfig, QueueLog, Virtqueue,
+};
 
 use crate::packed::{config, pair};
 use crate::ring::{F_WRITE, Hand, ISLAND, new_ring};

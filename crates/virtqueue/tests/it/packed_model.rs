@@ -1,6 +1,7 @@
 //! Packed rings against a model of the specification, and against any content.
 
 use proptest::prelude::*;
+use virtqueue::DeviceQueue;
 use virtqueue::driver::{Desc, WRITE};
 
 use crate::packed::{AVAILABLE, Driver, TABLE, USED, WRAP, config, pair};

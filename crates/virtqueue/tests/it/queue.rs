@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use virtqueue::driver::Used;
 use virtqueue::{
-    GuestMemory, InflightRegion, LocalMemory, MAX_QUEUE_SIZE, QueueConfig, QueueError, RingLayout,
-    RingPart, SplitQueue,
+    DeviceQueue, GuestMemory, InflightRegion, LocalMemory, MAX_QUEUE_SIZE, QueueConfig, QueueError,
+    RingLayout, RingPart, SplitQueue,
 };
 
 use crate::ring::{

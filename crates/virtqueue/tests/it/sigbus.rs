@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use virtqueue::driver::{Desc, PACKED_START, PackedDriver};
 use virtqueue::{
-    ChainFault, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules, PackedQueue,
-    QueueError, RegionConfig, RingLayout, RingPart, SplitQueue, install_sigbus_handler,
-    lost_regions,
+    ChainFault, DeviceQueue, GuestMemory, InflightError, InflightRegion, LocalMemory, MappingRules,
+    PackedQueue, QueueError, RegionConfig, RingLayout, RingPart, SplitQueue,
+    install_sigbus_handler, lost_regions,
 };
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use super::*;
 use crate::death::before_stores;
 use crate::death::tests as death;
+use crate::device_queue::DeviceQueue;
 use crate::driver::{Desc, PACKED_START, PackedDriver};
 use crate::inflight::tests::world::{GuestDriver, Life, World, die_everywhere};
 use crate::split::QueueConfig;

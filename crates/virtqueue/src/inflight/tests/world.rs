@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::chain::Chain;
 use crate::death::tests as death;
+use crate::device_queue::DeviceQueue;
 use crate::driver::{Desc, Driver, PACKED_START, PackedDriver, Used};
 use crate::error::QueueError;
 use crate::inflight::{InflightRegion, Recovery, RingLayout};
