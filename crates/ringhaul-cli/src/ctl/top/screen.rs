@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::fmt::Write;
 
 use device::{LATENCY_BOUNDS, latency_bound_ns};
+use ringhaul_options::redact;
 
 use super::figures::{ExportFigures, Figures};
 
@@ -262,16 +263,12 @@ fn percent(share: f64) -> String {
 
 /// The text in at most `width` columns, without control characters.
 fn cut(text: &str, width: usize) -> String {
-    let text = printable(text);
+    let text = redact::printable(text).to_string();
     if text.chars().count() <= width {
         return text;
     }
     let start: String = text.chars().take(width.saturating_sub(1)).collect();
     format!("{start}…")
-}
-
-fn printable(text: &str) -> String {
-    ringhaul_options::redact::printable(text).to_string()
 }
 
 #[cfg(test)]
