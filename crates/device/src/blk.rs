@@ -2,7 +2,6 @@
 //! space.
 
 use std::io;
-use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -40,10 +39,6 @@ struct BlkState {
 }
 
 impl BlkDevice {
-    /// The fields of the configuration space that drivers may write.
-    pub(crate) const WRITABLE_FIELDS: [Range<usize>; 1] =
-        [Range { start: config::WRITEBACK_OFFSET, end: config::WRITEBACK_OFFSET + 1 }];
-
     pub(crate) fn new(
         source: DiskSource,
         options: BlkOptions,

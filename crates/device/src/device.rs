@@ -12,7 +12,7 @@ use virtqueue::RingLayout;
 
 use crate::access::DiskAccess;
 use crate::blk::BlkDevice;
-use crate::blk::config::BlkOptions;
+use crate::blk::config::{self as blk_config, BlkOptions};
 use crate::blk::request::Blk;
 use crate::device_core::{DeviceCore, read_space, writable_parts};
 use crate::events::Events;
@@ -20,7 +20,7 @@ use crate::queue::queue_setup::{QueueSetup, StartError};
 use crate::queue::queue_task::{self, Handler};
 use crate::queue::{Queue, QueueHandle};
 use crate::scsi::ScsiDevice;
-use crate::scsi::config::{FIRST_REQUEST_QUEUE, ScsiOptions};
+use crate::scsi::config::{self as scsi_config, FIRST_REQUEST_QUEUE, ScsiOptions};
 use crate::scsi::control_queue::ControlHandler;
 use crate::scsi::event_queue::EventQueue;
 use crate::scsi::request::RequestHandler;
@@ -221,11 +221,12 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// When a read-only field differs. Nothing is written then.
+    /// When a read-only field differs: the text names the field, its values here and there, and the
+    /// option or disk that both devices should share. Nothing is written then.
     pub fn restore_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         let fields = match self {
-            Self::Blk(_) => &BlkDevice::WRITABLE_FIELDS[..],
-            Self::Scsi(_) => &ScsiDevice::WRITABLE_FIELDS,
+            Self::Blk(_) => &blk_config::FIELDS[..],
+            Self::Scsi(_) => &scsi_config::FIELDS,
         };
         let space = self.config_space();
         let parts = writable_parts(&space, fields, offset, data)?;

@@ -1,4 +1,4 @@
-//! The part that devices of both kinds share, and access to a configuration space of any length.
+//! The part that devices of both kinds share, and the fields of a configuration space.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -138,6 +138,34 @@ impl DeviceCore {
     }
 }
 
+/// A field of a configuration space, little-endian.
+#[derive(Debug, Clone)]
+pub(crate) struct Field {
+    /// Its name in the specification.
+    pub(crate) name: &'static str,
+    /// Its bytes, at most 8.
+    pub(crate) place: Range<usize>,
+    /// The disk or the option that gives it its value; `None` if drivers may write it.
+    pub(crate) source: Option<&'static str>,
+}
+
+impl Field {
+    /// A field that a driver cannot write.
+    pub(crate) const fn new(
+        name: &'static str,
+        start: usize,
+        bytes: usize,
+        source: &'static str,
+    ) -> Self {
+        Self { name, place: Range { start, end: start + bytes }, source: Some(source) }
+    }
+
+    /// A field that a driver may write.
+    pub(crate) const fn writable(name: &'static str, start: usize, bytes: usize) -> Self {
+        Self { name, place: Range { start, end: start + bytes }, source: None }
+    }
+}
+
 /// Returns `len` bytes from `offset` on. Bytes beyond the end of `space` read as zeroes.
 pub(crate) fn read_space(space: &[u8], offset: usize, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
@@ -156,23 +184,47 @@ pub(crate) fn read_space(space: &[u8], offset: usize, len: usize) -> Vec<u8> {
 /// When a read-only byte would change.
 pub(crate) fn writable_parts<'a>(
     space: &[u8],
-    fields: &[Range<usize>],
+    fields: &[Field],
     offset: usize,
     data: &'a [u8],
 ) -> io::Result<Vec<(usize, &'a [u8])>> {
     let present = read_space(space, offset, data.len());
     for (at, (new, old)) in (offset..).zip(data.iter().zip(present)) {
-        if *new != old && !fields.iter().any(|field| field.contains(&at)) {
-            let text = format!(
-                "byte {at} of the configuration space is {old:#x} in this device, not {new:#x}"
-            );
+        let field = fields.iter().find(|field| field.place.contains(&at));
+        if *new != old && field.is_none_or(|field| field.source.is_some()) {
+            let text = difference(space, field, offset, data, at);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
     }
     let end = offset + data.len();
-    let common = fields.iter().map(|field| field.start.max(offset)..field.end.min(end));
+    let writable = fields.iter().filter(|field| field.source.is_none()).map(|field| &field.place);
+    let common = writable.map(|place| place.start.max(offset)..place.end.min(end));
     let there = common.filter(|part| !part.is_empty());
     Ok(there.map(|part| (part.start, &data[part.start - offset..part.end - offset])).collect())
+}
+
+/// The difference of `data`, which starts at `offset`, from `space` at a byte of this field.
+fn difference(
+    space: &[u8],
+    field: Option<&Field>,
+    offset: usize,
+    data: &[u8],
+    at: usize,
+) -> String {
+    let Some(Field { name, place, source: Some(source) }) = field else {
+        let (here, there) = (read_space(space, at, 1)[0], data[at - offset]);
+        return format!("byte {at} of the configuration space is {here:#x} here, {there:#x} there");
+    };
+    let here = read_space(space, place.start, place.len());
+    let mut there = here.clone();
+    for (at, byte) in place.clone().zip(&mut there) {
+        if let Some(new) = at.checked_sub(offset).and_then(|index| data.get(index)) {
+            *byte = *new;
+        }
+    }
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte));
+    let (here, there) = (number(&here), number(&there));
+    format!("{name} is {here} here, {there} there; both need the same {source}")
 }
 
 #[cfg(test)]
@@ -180,8 +232,12 @@ mod tests {
     use super::*;
 
     const SPACE: [u8; 6] = [1, 2, 3, 4, 5, 6];
-    /// Two adjacent fields, as in virtio-scsi.
-    const FIELDS: [Range<usize>; 2] = [1..3, 3..4];
+    /// Two adjacent fields that a driver may write, as in virtio-scsi.
+    const FIELDS: [Field; 3] = [
+        Field::writable("first", 1, 2),
+        Field::writable("second", 3, 1),
+        Field::new("fixed", 4, 2, "--option"),
+    ];
 
     #[test]
     fn bytes_beyond_the_end_read_as_zeroes() {
@@ -198,19 +254,23 @@ mod tests {
 
     #[test]
     fn only_fields_that_can_be_written_may_differ() {
-        type Parts<'a> = Option<Vec<(usize, &'a [u8])>>;
-        let table: [(usize, &[u8], Parts); 7] = [
-            (0, &[1, 2, 3, 4, 5, 6], Some(vec![(1, &[2, 3]), (3, &[4])])),
-            (0, &[1, 9, 9, 9, 5], Some(vec![(1, &[9, 9]), (3, &[9])])),
-            (2, &[9], Some(vec![(2, &[9])])),
-            (4, &[5, 6, 0], Some(vec![])),
-            (0, &[7], None),
-            (3, &[9, 9], None),
-            (6, &[1], None),
+        type Parts<'a> = Result<Vec<(usize, &'a [u8])>, &'a str>;
+        let table: [(usize, &[u8], Parts); 9] = [
+            (0, &[1, 2, 3, 4, 5, 6], Ok(vec![(1, &[2, 3]), (3, &[4])])),
+            (0, &[1, 9, 9, 9, 5], Ok(vec![(1, &[9, 9]), (3, &[9])])),
+            (2, &[9], Ok(vec![(2, &[9])])),
+            (4, &[5, 6, 0], Ok(vec![])),
+            (0, &[7], Err("byte 0 of the configuration space is 0x1 here, 0x7 there")),
+            (6, &[1], Err("byte 6 of the configuration space is 0x0 here, 0x1 there")),
+            // 5 + 6 * 256
+            (4, &[9, 7], Err("fixed is 1541 here, 1801 there; both need the same --option")),
+            (3, &[9, 9], Err("fixed is 1541 here, 1545 there; both need the same --option")),
+            (5, &[0], Err("fixed is 1541 here, 5 there; both need the same --option")),
         ];
         for (offset, data, expected) in table {
             let parts = writable_parts(&SPACE, &FIELDS, offset, data);
-            assert_eq!(parts.ok(), expected, "{data:?} at {offset}");
+            let parts = parts.map_err(|error| error.to_string());
+            assert_eq!(parts, expected.map_err(str::to_owned), "{data:?} at {offset}");
         }
     }
 }

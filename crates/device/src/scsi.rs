@@ -2,7 +2,6 @@
 //! its configuration space.
 
 use std::io;
-use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -85,12 +84,6 @@ pub enum UnitError {
 }
 
 impl ScsiDevice {
-    /// The fields of the configuration space that drivers may write.
-    pub(crate) const WRITABLE_FIELDS: [Range<usize>; 2] = [
-        Range { start: config::SENSE_SIZE_OFFSET, end: config::CDB_SIZE_OFFSET },
-        Range { start: config::CDB_SIZE_OFFSET, end: config::CDB_SIZE_OFFSET + 4 },
-    ];
-
     pub(crate) fn new(options: ScsiOptions, events: Arc<dyn Events>) -> Self {
         let shared = ScsiState {
             core: DeviceCore::new(options.tuning, false, AnswerPlace::Front, events),
@@ -230,7 +223,7 @@ impl ScsiDevice {
 
     /// Restores the negotiated sizes from an earlier configuration space.
     pub(crate) fn restore(&self, space: &[u8]) {
-        for (field, size) in Self::WRITABLE_FIELDS.into_iter().zip(&self.shared.sizes) {
+        for (field, size) in config::SIZE_FIELDS.into_iter().zip(&self.shared.sizes) {
             if let Some(bytes) = space.get(field).and_then(|bytes| bytes.try_into().ok()) {
                 size.store(u32::from_le_bytes(bytes), Ordering::Relaxed);
             }
@@ -255,7 +248,7 @@ impl ScsiDevice {
     ///
     /// If the write is to another field or a part of one, or the size is too large.
     pub(crate) fn write_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
-        let mut fields = Self::WRITABLE_FIELDS.iter().zip(&self.shared.sizes);
+        let mut fields = config::SIZE_FIELDS.iter().zip(&self.shared.sizes);
         let field = fields.find(|(field, _)| field.start == offset);
         if let (Some((_, size)), Ok(bytes)) = (field, data.try_into()) {
             let value = u32::from_le_bytes(bytes);

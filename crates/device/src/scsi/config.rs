@@ -1,5 +1,7 @@
 //! Features and the configuration space of virtio-scsi (virtio 1.3, sections 5.6.3 and 5.6.4).
 
+use std::ops::Range;
+
 use virtio_bindings::virtio_config::{
     VIRTIO_F_ANY_LAYOUT as F_ANY_LAYOUT, VIRTIO_F_RING_PACKED as F_RING_PACKED,
     VIRTIO_F_VERSION_1 as F_VERSION_1,
@@ -11,15 +13,30 @@ pub(crate) use virtio_bindings::virtio_scsi::{
     VIRTIO_SCSI_F_CHANGE as F_CHANGE, VIRTIO_SCSI_F_HOTPLUG as F_HOTPLUG,
 };
 
+use crate::device_core::Field;
 use crate::queue::queue_setup::QueueTuning;
 use crate::unit_address::LUN_MAX;
 
 /// Bytes of the configuration space.
 const CONFIG_BYTES: usize = 36;
-/// The offset of `sense_size`, which drivers may write; `cdb_size` follows.
-pub(super) const SENSE_SIZE_OFFSET: usize = 20;
-/// The offset of `cdb_size`, which drivers may write.
-pub(super) const CDB_SIZE_OFFSET: usize = 24;
+/// The places of `sense_size` and `cdb_size`, which drivers may write.
+pub(super) const SIZE_FIELDS: [Range<usize>; 2] = [20..24, 24..28];
+/// The fields of the configuration space.
+pub(crate) const FIELDS: [Field; 10] = [
+    Field::new("num_queues", 0, 4, "--num-queues"),
+    Field::new("seg_max", 4, 4, "--queue-size"),
+    Field::new("max_sectors", 8, 4, VERSION),
+    Field::new("cmd_per_lun", 12, 4, "--queue-size"),
+    Field::new("event_info_size", 16, 4, VERSION),
+    Field::writable("sense_size", 20, 4),
+    Field::writable("cdb_size", 24, 4),
+    Field::new("max_channel", 28, 2, VERSION),
+    Field::new("max_target", 30, 2, VERSION),
+    Field::new("max_lun", 32, 4, VERSION),
+];
+/// The source of a field that is the same in all devices.
+const VERSION: &str = "version";
+
 /// The initial `sense_size`, in bytes.
 pub(super) const SENSE_SIZE: u32 = 96;
 /// The initial `cdb_size`, in bytes.
@@ -96,4 +113,30 @@ pub(super) fn space(options: &ScsiOptions, sense_size: u32, cdb_size: u32) -> Ve
     space.extend(u32::from(LUN_MAX).to_le_bytes());
     assert_eq!(space.len(), CONFIG_BYTES);
     space
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use virtio_bindings::virtio_scsi::virtio_scsi_config;
+
+    use super::*;
+
+    #[test]
+    fn fields_have_the_names_and_places_of_the_specification() {
+        macro_rules! fields {
+            ($($name:ident)*) => {
+                [$((stringify!($name), offset_of!(virtio_scsi_config, $name))),*]
+            };
+        }
+        let expected = fields![
+            num_queues seg_max max_sectors cmd_per_lun event_info_size sense_size cdb_size
+            max_channel max_target max_lun
+        ];
+        assert_eq!(FIELDS.each_ref().map(|field| (field.name, field.place.start)), expected);
+        assert!(FIELDS.is_sorted_by(|one, next| one.place.end == next.place.start));
+        let writable = FIELDS.into_iter().filter(|field| field.source.is_none());
+        assert!(writable.map(|field| field.place).eq(SIZE_FIELDS));
+    }
 }

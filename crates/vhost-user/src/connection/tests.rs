@@ -304,6 +304,7 @@ fn only_a_ring_that_could_run_lacks_memory() {
 #[test]
 fn messages_that_are_refused() {
     use Request::*;
+    let moved = Config { flags: 1, ..config(20, &[0, 16, 0, 0]) };
     let far = u32::try_from(WRITEBACK_OFFSET).unwrap() + 0x1000;
     let table = [
         (SetProtocolFeatures(1 << 40), true, "protocol features 0x10000000000"),
@@ -337,7 +338,7 @@ fn messages_that_are_refused() {
         (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
         (SetInflightFd(inflight_area()), true, "cannot have 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
-        (SetConfig(Config { flags: 1, ..config(7, &[1]) }), true, "another device: byte 7 of"),
+        (SetConfig(moved), true, "another device: blk_size is 512 here, 4096 there; both need the"),
     ];
     for (request, is_grave, words) in table {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
