@@ -86,7 +86,8 @@ impl ServiceManager {
             for fd in fds {
                 let copy = fcntl_dupfd_cloexec(fd, PASSED_MIN).context("copying a descriptor")?;
                 fcntl_setfd(&copy, FdFlags::empty()).context("passing a descriptor")?;
-                redirections += &format!(" {}<&{}", 3 + names.len(), copy.as_raw_fd());
+                // A copy that the process kept would hold the front-end when the stash is gone.
+                redirections += &format!(" {}<&{}-", 3 + names.len(), copy.as_raw_fd());
                 names.push(name.as_str());
                 copies.push(copy);
             }

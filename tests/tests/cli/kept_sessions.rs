@@ -314,3 +314,32 @@ fn the_end_of_the_service_forgets_all_stored_descriptors() -> Result<()> {
     }
     Ok(())
 }
+
+/// Its disk may be removed, and another one may take the place in the configuration.
+#[test]
+fn a_front_end_whose_export_is_gone_is_disconnected() -> Result<()> {
+    let folders = test_folders()?;
+    folders.disk("vm.img", DISK_BYTES)?;
+    folders.disk("other.img", DISK_BYTES)?;
+    let path = folders.socket("manager");
+    let mut command = ringhaul()?;
+    let manager = ServiceManager::listen(&path, &mut command)?;
+    complete(&folders, command.arg("serve"))?;
+    let mut daemon = Running::serve(&mut command)?;
+    let mut front_end = Frontend::attach(&folders.socket("vm.sock"), &Setup::default())?;
+    manager.wait_stored(&["rh-0"])?;
+    daemon.signal(Signal::KILL)?;
+    daemon.finish()?;
+    let mut next = manager.start_with_stored(&path, |command| {
+        command.args(["--keep-connections", "on", "--engine", "threads", "--name", "other"]);
+        command.arg("--socket-path").arg(folders.socket("other.sock"));
+        command.arg("--blk-file").arg(folders.path("other.img"));
+        Ok(())
+    })?;
+    next.wait_for_each(&["vm: the front-end of the killed daemon is disconnected", READY])?;
+    manager.wait_stored(&[])?;
+    ensure!(front_end.channel.receive()?.is_none(), "it waits for a daemon that will not answer");
+    next.signal(Signal::TERM)?;
+    next.finish()?.expect_code(0)?;
+    Ok(())
+}
