@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::Context;
 use blockio::DiskSource;
+use ringhaul_options::redact::escape_json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
 
@@ -53,11 +54,11 @@ pub(crate) fn run_on(args: &BenchArgs, disk: Option<DiskSource>) -> anyhow::Resu
     }
     let report = phases::measure_until(args, disk, &interrupted)?;
     let text = match args.output_format {
-        OutputFormat::Json => {
-            serde_json::to_string_pretty(&report).context("cannot encode the result as JSON")?
-                + "\n"
-        }
+        OutputFormat::Json => serde_json::to_string_pretty(&report)
+            .map(|json| escape_json(json + "\n"))
+            .context("cannot encode the result as JSON")?,
         OutputFormat::FioJson => fio_json::render(&report, args.fio.name.as_deref())
+            .map(escape_json)
             .context("cannot encode the result as JSON")?,
         OutputFormat::Normal => text::render(&report),
     };

@@ -54,6 +54,21 @@ pub fn escape_controls(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
+/// Escapes the control characters that JSON permits in its strings, U+007F to U+009F. The text is
+/// JSON, and means the same afterwards.
+#[must_use]
+pub fn escape_json(json: String) -> String {
+    let is_raw = |character| ('\u{7f}'..='\u{9f}').contains(&character);
+    if !json.contains(is_raw) {
+        return json;
+    }
+    let escape = |character| match is_raw(character) {
+        true => format!("\\u{:04x}", u32::from(character)),
+        false => character.to_string(),
+    };
+    json.chars().map(escape).collect()
+}
+
 /// A part of a text without a user and a password, which end with an `@`. In the name of an image
 /// in a Ceph cluster an `@` precedes a snapshot, and in a path it is an ordinary character.
 pub fn redact_part(text: &str) -> String {
@@ -194,6 +209,15 @@ mod tests {
     fn control_characters_are_escaped() {
         let text = printable("a\u{1b}[31mb\nERROR key=hidden \u{9b}c");
         assert_eq!(text, "a\\u{1b}[31mb\\nERROR key=*** \\u{9b}c");
+    }
+
+    /// The libraries escape the characters up to U+001F.
+    #[test]
+    fn the_control_characters_of_json_are_escaped() {
+        let json = "{\n \"a\": \"~\u{7f}\u{80}\u{9b}31m\u{9f}\u{a0}\u{e9}\"\n}".to_owned();
+        let escaped = "{\n \"a\": \"~\\u007f\\u0080\\u009b31m\\u009f\u{a0}\u{e9}\"\n}";
+        assert_eq!(escape_json(json), escaped);
+        assert_eq!(escape_json("[\"\u{e9}\"]\n".to_owned()), "[\"\u{e9}\"]\n");
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode> {
         false => Form::Lines,
     };
     if let CtlCommand::Schema = args.what {
-        print(&format!("{:#}\n", control_socket::schema()))?;
+        print(&show::json(&control_socket::schema()))?;
         return Ok(ExitCode::SUCCESS);
     }
     let is_raw = matches!(args.what, CtlCommand::Call { .. });

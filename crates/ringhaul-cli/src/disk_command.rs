@@ -16,7 +16,7 @@ use disks::open::{CancelToken, with_hang_timeout};
 use disks::spec::redact_spec;
 use ringhaul::open::disk::OpenDisk;
 use ringhaul::spec::{CacheMode, ExportSettings};
-use ringhaul_options::redact::escape_controls;
+use ringhaul_options::redact::{escape_controls, escape_json};
 use serde::Serialize;
 
 /// The time-out for opening a disk. It exceeds the 30 s after which an unreachable cluster is
@@ -127,7 +127,10 @@ impl DiskArgs {
 pub(crate) fn info(args: &InfoArgs) -> Result<ExitCode> {
     let info = with_hang_timeout(OPEN_MAX, |token| Info::read(&args.disk, token))?;
     let text = match args.json {
-        true => serde_json::to_string_pretty(&info).context("cannot write JSON")? + "\n",
+        true => {
+            let json = serde_json::to_string_pretty(&info).context("cannot write JSON")?;
+            escape_json(json + "\n")
+        }
         false => info.to_string(),
     };
     let printed = std::io::stdout().write_all(text.as_bytes());

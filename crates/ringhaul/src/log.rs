@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Context as _;
 use blockio::executor::Lock;
 use clap::ValueEnum;
-use ringhaul_options::redact::{printable, redact};
+use ringhaul_options::redact::{escape_json, printable, redact};
 use rustix::fs::fstat;
 use serde::Serialize;
 use tracing::{Event, Level, Subscriber};
@@ -337,7 +337,7 @@ fn write_json(mut writer: Writer<'_>, level: Level, fields: &Fields) -> fmt::Res
         left_out: fields.left_out,
     };
     let json = serde_json::to_string(&line).map_err(|_| fmt::Error)?;
-    writeln!(writer, "{json}")
+    writeln!(writer, "{}", escape_json(json))
 }
 
 #[cfg(test)]
@@ -373,6 +373,23 @@ mod tests {
             text.lines().map(|line| line.split_once("Z ").expect("a time").1).collect();
         let first = " WARN a \"disk\"\\n: a line of 2 (3 more were not logged)";
         assert_eq!(lines, [first, " INFO plain"]);
+    }
+
+    /// A terminal takes U+009B for the start of a command.
+    #[test]
+    fn lines_of_both_formats_have_no_control_characters() {
+        let formats: [(fn() -> bool, &str); 2] = [(|| false, r"\u{9b}"), (|| true, r"\u009b")];
+        for (is_json, escape) in formats {
+            let kept = Kept::default();
+            let lines = tracing_subscriber::fmt().with_writer(kept.clone()).with_ansi(false);
+            let subscriber = lines.event_format(LineFormat(is_json)).finish();
+            tracing::subscriber::with_default(subscriber, || {
+                tracing::warn!(export = "a\u{9b}31m\u{7f}", "b\u{1b}[31m\u{9b}");
+            });
+            let text = kept.text();
+            assert_eq!(text.matches(escape).count(), 2, "{text:?}");
+            assert!(!text.trim_end().contains(char::is_control), "{text:?}");
+        }
     }
 
     /// Lines of a disk have no field of their own. No filter suppresses the name, also not a filter

@@ -137,20 +137,32 @@ fn errors_have_no_control_characters() -> Result<()> {
 #[test]
 fn output_has_no_control_characters() -> Result<()> {
     let folders = test_folders()?;
-    let disk = folders.disk("x\u{1b}[31m\nsize 1 TiB", DISK_BYTES)?;
+    let disk = folders.disk("x\u{1b}[31m\u{9b}\u{7f}\nsize 1 TiB", DISK_BYTES)?;
     let (path, config) = (disk.display().to_string(), folders.path("config.toml"));
     let socket = folders.socket("\u{1b}[31m.sock").display().to_string();
     let export = format!("[[export]]\nendpoint.path = {socket:?}\ndevice.blk.file = {path:?}\n");
-    std::fs::write(&config, export.replace("\\u{1b}", "\\u001b"))?;
+    // TOML has the escapes of JSON.
+    let export = ["1b", "9b", "7f"].iter().fold(export, |export, code| {
+        export.replace(&format!("\\u{{{code}}}"), &format!("\\u00{code}"))
+    });
+    std::fs::write(&config, export)?;
     let (config, pattern) = (config.display().to_string(), ["--rw", "read", "--runtime", "50ms"]);
+    let shown = "x\\u{1b}[31m\\u{9b}\\u{7f}\\nsize 1 TiB";
+    let in_json = "x\\u001b[31m\\u009b\\u007f\\nsize 1 TiB";
     for (words, shown) in [
-        (&["disk", "info", &path][..], "x\\u{1b}[31m\\nsize 1 TiB\n"),
-        (&["check", &config], "x\\u{1b}[31m\\nsize 1 TiB\n"),
-        (&[&["bench", "--filename", &path][..], &pattern].concat(), "[31m\\nsize 1 TiB: disk"),
-        (&[&["disk", "bench", &path][..], &pattern].concat(), "[31m\\nsize 1 TiB: disk"),
+        (&["disk", "info", &path][..], format!("{shown}\n")),
+        (&["disk", "info", &path, "--json"], format!("{in_json}\"")),
+        (&["check", &config], format!("{shown}\n")),
+        (&[&["bench", "--filename", &path][..], &pattern].concat(), format!("{shown}: disk")),
+        (&[&["disk", "bench", &path][..], &pattern].concat(), format!("{shown}: disk")),
+        (
+            &[&["bench", "--output-format", "json", "--filename", &path][..], &pattern].concat(),
+            format!("{in_json}\""),
+        ),
     ] {
         let Finished { stdout, .. } = run(ringhaul()?.args(words))?.expect_code(0)?;
-        ensure!(stdout.contains(shown) && !stdout.contains('\u{1b}'), "{words:?}: {stdout:?}");
+        let is_clean = !stdout.replace('\n', "").contains(char::is_control);
+        ensure!(stdout.contains(&shown) && is_clean, "{words:?}: {stdout:?}");
     }
     Ok(())
 }

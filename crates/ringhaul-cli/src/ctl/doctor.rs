@@ -22,7 +22,7 @@ use ringhaul_options::redact::{printable, redact};
 use serde_json::{Value, json};
 
 use super::connection::{Connection, export_names};
-use super::show::{Form, print};
+use super::show::{self, Form, print};
 use facts::{Facts, ask};
 use finding::Finding;
 
@@ -63,7 +63,7 @@ pub(super) fn run(args: &DoctorArgs, daemon: &mut Connection, form: Form) -> Res
         Form::Lines => print(&finding::lines(&findings))?,
         Form::Json => {
             let findings = serde_json::to_value(&findings).context("cannot write findings")?;
-            print(&format!("{:#}\n", json!({ "findings": findings })))?;
+            print(&show::json(&json!({ "findings": findings })))?;
         }
     }
     if let Some(path) = &args.bundle {
@@ -103,7 +103,7 @@ fn write_bundle(
     });
     leave_secrets_out(&mut bundle);
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    file.and_then(|mut file| writeln!(file, "{bundle:#}"))
+    file.and_then(|mut file| file.write_all(show::json(&bundle).as_bytes()))
         .with_context(|| format!("cannot write {}; give the path of a new file", path.display()))?;
     let path = printable(&path.display().to_string());
     eprintln!("ringhaul: wrote {path}; read it before you send it");

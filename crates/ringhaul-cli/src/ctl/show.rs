@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::io::Write as _;
 
 use anyhow::{Context, Result};
-use ringhaul_options::redact::escape_controls;
+use ringhaul_options::redact::{escape_controls, escape_json};
 use serde_json::Value;
 
 /// The form of the output.
@@ -49,7 +49,7 @@ pub(super) fn answer(method: &str, answer: &Value, form: Form) -> String {
 /// An event.
 pub(super) fn event(event: &Value, form: Form) -> String {
     if form == Form::Json {
-        return format!("{event}\n");
+        return escape_json(format!("{event}\n"));
     }
     let mut line = format!("{} {}", text(&event["export"]), text(&event["event"]));
     // Writing to a string does not fail.
@@ -73,8 +73,9 @@ pub(super) fn event(event: &Value, form: Form) -> String {
     line + "\n"
 }
 
-fn json(value: &Value) -> String {
-    format!("{value:#}\n")
+/// JSON on several lines, without control characters but the ends of lines.
+pub(super) fn json(value: &Value) -> String {
+    escape_json(format!("{value:#}\n"))
 }
 
 fn list(value: &Value) -> &[Value] {
@@ -407,6 +408,21 @@ UNIT  RERROR  WERROR  WAITED  LIMITS
                             "chain": ["null"], "engine": null, "engine-reason": null }]);
         let shown = disks(&null);
         assert!(shown.contains("\n-     1 MiB  ready  -      null     -\n"), "{shown}");
+    }
+
+    /// A terminal takes each of them for the start of a command.
+    #[test]
+    fn json_has_no_control_characters() {
+        let value = json!({ "export": "a\u{9b}31m\u{7f}\u{1b}", "event": "added" });
+        let show = |method| answer(method, &value, Form::Json);
+        let state = json!({ "state": value });
+        for text in [show("export.list"), answer("state.save", &state, Form::Lines)]
+            .into_iter()
+            .chain([answer("lun.show", &value, Form::Lines), event(&value, Form::Json)])
+        {
+            assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+            assert!(!text.replace('\n', "").contains(char::is_control), "{text:?}");
+        }
     }
 
     /// Files of metrics keep each byte.

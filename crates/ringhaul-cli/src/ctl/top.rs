@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap_complete::ArgValueCandidates;
 use ringhaul::spec::command::ExportStatus;
 use ringhaul::spec::stats::DaemonStats;
+use ringhaul_options::redact::escape_json;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{
     LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetwinsize, tcsetattr,
@@ -99,7 +100,7 @@ pub(super) fn run(args: &TopArgs, daemon: &mut Connection, as_json: bool) -> Res
             );
         }
         match as_json {
-            true => print(&format!("{}\n", serde_json::to_string(&figures)?))?,
+            true => print(&escape_json(serde_json::to_string(&figures)? + "\n"))?,
             false => top.show(figures)?,
         }
         if args.once {

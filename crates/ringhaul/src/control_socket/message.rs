@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ringhaul_options::redact::redact;
+use ringhaul_options::redact::{escape_json, redact};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -144,18 +144,19 @@ fn id_of(line: &[u8]) -> Option<String> {
     serde_json::from_slice::<Id<'_>>(line).ok().map(|it| it.id.get().to_owned())
 }
 
-/// An answer, with the end of its line.
+/// An answer, with the end of its line. It is safe for a terminal, on which `socat` shows it.
 pub(super) fn answer_line(id: Option<&str>, result: Result<Value, RpcError>) -> String {
     let (id, version) = (id.unwrap_or("null"), r#""jsonrpc":"2.0""#);
-    match result {
+    escape_json(match result {
         Ok(result) => format!("{{{version},\"id\":{id},\"result\":{result}}}\n"),
         Err(problem) => format!("{{{version},\"id\":{id},\"error\":{}}}\n", json!(problem)),
-    }
+    })
 }
 
 /// A notification of an event, with the end of its line.
 pub(super) fn event_line(event: &ExportEvent) -> String {
-    format!("{}\n", json!({ "jsonrpc": "2.0", "method": "event", "params": event }))
+    let event = json!({ "jsonrpc": "2.0", "method": "event", "params": event });
+    escape_json(format!("{event}\n"))
 }
 
 /// Reads a value from a text.
@@ -235,6 +236,7 @@ impl<'de> Visitor<'de> for UniqueKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::subscribers::EventDetails;
     use crate::spec::UnitPlace;
     use crate::spec::command::ExportState;
 
@@ -326,6 +328,23 @@ mod tests {
         let bad = answer_line(None, Err(RpcError::new(Code::Unknown, "none")));
         let value: Value = serde_json::from_str(&bad).unwrap();
         assert_eq!((&value["id"], &value["error"]["code"]), (&Value::Null, &json!(2)));
+    }
+
+    /// A terminal takes U+009B for the start of a command.
+    #[test]
+    fn lines_have_no_control_characters() {
+        let (text, details) = ("a\u{9b}31m\u{7f}\u{1b}", EventDetails::Added);
+        let event = ExportEvent { export: text.to_owned(), details };
+        for line in [
+            answer_line(Some("1"), Ok(json!(text))),
+            answer_line(None, Err(RpcError::new(Code::Unknown, text))),
+            event_line(&event),
+        ] {
+            let value: Value = serde_json::from_str(&line).unwrap();
+            let found = [&value["result"], &value["error"]["message"], &value["params"]["export"]];
+            assert!(found.into_iter().any(|found| found == text), "{line:?}");
+            assert!(!line.trim_end().contains(char::is_control), "{line:?}");
+        }
     }
 }
 
