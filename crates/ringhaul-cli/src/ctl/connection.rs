@@ -272,6 +272,38 @@ mod tests {
         daemon.join().unwrap();
     }
 
+    /// A daemon with too many clients answers before it reads anything, and hangs up.
+    #[test]
+    fn the_answer_is_read_although_the_request_could_not_be_sent() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        // More than a socket takes, so that the request is never sent as a whole.
+        let params = json!({ "text": "x".repeat(16 << 20) });
+        for answer in ["{\"error\": { \"code\": 5, \"message\": \"it is full\" }}\n", ""] {
+            let daemon = listener.try_clone().unwrap();
+            let daemon = std::thread::spawn(move || {
+                let (mut stream, _) = daemon.accept().unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
+            });
+            let called = Connection::new(&path).unwrap().call("ping", &params);
+            daemon.join().unwrap();
+            match called {
+                Ok(refused) => {
+                    let Err(Refusal { code, message }) = refused else { panic!("not a refusal") };
+                    assert!(!answer.is_empty() && (code, &*message) == (5, "it is full"));
+                }
+                Err(error) => {
+                    let error = format!("{error:#}");
+                    assert!(
+                        answer.is_empty() && error.contains("cannot send a request"),
+                        "{error}"
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn control_sockets_are_found_at_their_usual_places() {
         let run = tempfile::tempdir().unwrap();
