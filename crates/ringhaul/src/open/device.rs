@@ -16,6 +16,7 @@ use device::{Device, Events, QueueTuning};
 use crate::open::disk::OpenDisk;
 use crate::open::shared_disks::SharedDisks;
 use crate::process::folder_of;
+use crate::socket::permissions::check_folder;
 use crate::spec::qos::LimitGroups;
 use crate::spec::{
     DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, ExportSpec, LikeDisk, StopRule, UnitNames,
@@ -178,8 +179,8 @@ impl UnitSpec {
         access: &Arc<DiskAccess>,
     ) -> Result<()> {
         let _kept = match (disk.is_late, turn) {
-            (true, None) => access.store_reservations_later(self.reservations())?,
-            _ => access.store_reservations(self.reservations())?,
+            (true, None) => access.store_reservations_later(self.reservations()?)?,
+            _ => access.store_reservations(self.reservations()?)?,
         };
         if let Some(turn) = turn.filter(|_| disk.is_late) {
             access.begin_use(turn)?;
@@ -261,12 +262,22 @@ impl UnitSpec {
     }
 
     /// The place where persistent reservations are kept.
-    fn reservations(&self) -> ReservationStorage {
-        match &self.settings.reservations {
-            Some(path) => ReservationStorage::File(by_one_name(path)),
+    ///
+    /// # Errors
+    ///
+    /// When every user can replace the file that the setting names. A user who can replace the file
+    /// beside a disk can replace the disk, too.
+    fn reservations(&self) -> Result<ReservationStorage> {
+        Ok(match &self.settings.reservations {
+            Some(path) => {
+                check_folder(path).with_context(|| {
+                    format!("cannot keep persistent reservations in {}", path.display())
+                })?;
+                ReservationStorage::File(by_one_name(path))
+            }
             None if self.settings.files.is_some() => ReservationStorage::Shared(None),
             None => ReservationStorage::Shared(default_reservations(&self.disk)),
-        }
+        })
     }
 }
 
@@ -295,7 +306,8 @@ fn by_one_name(path: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs::{self, File, Permissions};
+    use std::os::unix::fs::PermissionsExt;
 
     use disks::open::CancelToken;
 
@@ -344,6 +356,30 @@ mod tests {
         assert!(error.contains("disk.reservations"), "{error}");
     }
 
+    /// The rule for sockets of exports.
+    #[test]
+    fn reservations_in_a_folder_of_all_users_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        for (mode, is_allowed) in [(0o777, false), (0o1777, true), (0o755, true)] {
+            fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
+            for name in ["file", "missing/file"] {
+                let reservations = Some(folder.path().join(name));
+                let settings = UnitSettings { reservations, ..UnitSettings::default() };
+                let disk = DiskSpec::Null { size_bytes: 1 << 20 };
+                let unit = UnitSpec { target: 0, lun: 0, disk, settings };
+                let made = make(DeviceSpec::Scsi(vec![unit]), &SharedDisks::default());
+                let error = made.err().map(|error| format!("{error:#}")).unwrap_or_default();
+                let words = match (name, is_allowed) {
+                    ("file", true) => "",
+                    ("file", false) => "every user can replace files in",
+                    _ => "does not exist; create it",
+                };
+                assert!(error.is_empty() == words.is_empty(), "{mode:o}, {name}: {error}");
+                assert!(error.contains(words), "{mode:o}, {name}: {error}");
+            }
+        }
+    }
+
     /// A member opens its disk by itself. The file beside it would be opened, or made, with the
     /// rights of the daemon.
     #[test]
@@ -366,7 +402,7 @@ mod tests {
             assert_eq!(made.is_ok(), is_of_member);
             let settings = UnitSettings { files, ..UnitSettings::default() };
             let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk.clone()), settings };
-            let has_none = matches!(unit.reservations(), ReservationStorage::Shared(None));
+            let has_none = matches!(unit.reservations(), Ok(ReservationStorage::Shared(None)));
             assert_eq!(has_none, is_of_member);
         }
     }

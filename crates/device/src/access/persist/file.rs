@@ -33,6 +33,7 @@ const ADVICE_BROKEN: &str = "restore or repair the file; remove it only if no fe
                              still write to the disk";
 const ADVICE_BUSY: &str = "stop that program, or choose another reservations file for this disk";
 const ADVICE_DESCRIPTORS: &str = "raise the limit on open files (ulimit -n)";
+const ADVICE_KIND: &str = "choose the path of a regular file, which need not exist";
 const ADVICE_VERSION: &str = "use the version that wrote the file";
 const ADVICE_SAVE: &str = "make the directory writable for this user and check its free space; \
                            until then, commands that change reservations fail";
@@ -210,6 +211,10 @@ fn reason(error: &io::Error, usual: &'static str) -> (String, &'static str) {
     match error.kind() {
         io::ErrorKind::InvalidData => ("it is not text".to_owned(), ADVICE_BROKEN),
         io::ErrorKind::ResourceBusy => (error.to_string(), ADVICE_BUSY),
+        // Errors of the kernel have a number.
+        io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => {
+            (error.to_string(), ADVICE_KIND)
+        }
         _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
             (error.to_string(), ADVICE_DESCRIPTORS)
         }
@@ -302,6 +307,8 @@ mod tests {
     use super::*;
     use std::fs::{self, File};
     use std::os::unix::fs::PermissionsExt;
+
+    use rustix::fs::{CWD, Mode, mkfifoat};
     use tempfile::TempDir;
 
     const PORTS: [PortName; 2] = [PortName([0x31; 8]), PortName([0, 0, 0, 0, 0, 0, 0, 0xfe])];
@@ -483,7 +490,24 @@ mod tests {
         assert!(load(&path).unwrap_err().to_string().contains("it is not text"));
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
-        assert!(load(&path).unwrap_err().to_string().contains("readable"));
+        let error = load(&path).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("it is not a regular file; {ADVICE_KIND}")), "{error}");
+    }
+
+    /// A reader or a writer of a named pipe waits for the other end.
+    #[test]
+    fn a_file_of_another_kind_is_refused_at_once() {
+        let (directory, pipe) = directory();
+        mkfifoat(CWD, &pipe, Mode::RUSR | Mode::WUSR).unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&pipe, &link).unwrap();
+        let socket = directory.path().join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for path in [&pipe, &link, &socket, Path::new("/dev/null")] {
+            let error = load(path).unwrap_err().to_string();
+            let reason = format!("it is not a regular file; {ADVICE_KIND}");
+            assert!(error.ends_with(&reason), "{}: {error}", path.display());
+        }
     }
 
     #[test]

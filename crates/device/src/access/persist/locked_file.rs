@@ -143,6 +143,11 @@ fn remove_left(left: &File, path: &Path) -> io::Result<()> {
 
 /// Opens for writing if allowed, because network file systems lock no other files.
 fn open(path: &Path) -> io::Result<File> {
+    // Opening may have an effect on a device: it starts a watchdog and rewinds a tape.
+    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        let reason = "it is not a regular file";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    }
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
     let file = match options.open(path) {
