@@ -1,15 +1,32 @@
 //! Helpers of unit tests.
 
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
+
+use tracing::Dispatch;
 
 /// Ends a hopeless wait.
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// Collects the lines that a test logs.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(crate) struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl Default for Kept {
+    fn default() -> Self {
+        ask_all_subscribers();
+        Self(Arc::default())
+    }
+}
+
+/// Lets every test see its own lines. As long as a process has one subscriber, the library asks
+/// that of the thread which is the first to log a line, and remembers the answer for all threads.
+/// With several it asks all of them.
+fn ask_all_subscribers() {
+    static FURTHER: OnceLock<[Dispatch; 2]> = OnceLock::new();
+    FURTHER.get_or_init(|| [(); 2].map(|()| Dispatch::new(tracing_subscriber::registry())));
+}
 
 impl Kept {
     /// All lines so far.
@@ -68,4 +85,19 @@ pub(crate) fn spawn_asleep<'scope, T: Send + 'scope>(
     let is_asleep = || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") S "));
     wait_until(|| thread.is_finished() || is_asleep());
     thread
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_kept_although_another_thread_was_the_first_to_log_it() {
+        let log = || tracing::info!("a line");
+        let lines = Kept::lines_of(|| {
+            std::thread::spawn(log).join().unwrap();
+            log();
+        });
+        assert_eq!(lines.len(), 1, "{lines:?}");
+    }
 }

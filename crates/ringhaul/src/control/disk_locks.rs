@@ -2,17 +2,27 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use blockio::DiskSource;
-use blockio::disk::LateLock;
+use blockio::disk::{LATE_LOCK_PATIENCE, LateLock};
 use blockio::executor::{Lock, Turns};
 use vhost_user::RunLock;
 
 use crate::spec::{ExportSpec, UnitPlace};
 
 /// The locks of an export's disks. Units come and go while the locks are held.
-#[derive(Default)]
-pub(crate) struct DiskLocks(Lock<State>);
+pub(crate) struct DiskLocks {
+    state: Lock<State>,
+    /// The longest wait for the lock of a disk that is added.
+    patience: Duration,
+}
+
+impl Default for DiskLocks {
+    fn default() -> Self {
+        Self { state: Lock::default(), patience: LATE_LOCK_PATIENCE }
+    }
+}
 
 #[derive(Default)]
 struct State {
@@ -44,17 +54,17 @@ impl DiskLocks {
             Some(Placed { place, lock })
         });
         let state = State { locks: locks.collect(), ..State::default() };
-        Some(Arc::new(Self(Lock::new(state))))
+        Some(Arc::new(Self { state: Lock::new(state), ..Self::default() }))
     }
 
     /// The places of the disks.
     pub(super) fn places(&self) -> Vec<Option<UnitPlace>> {
-        self.0.lock().locks.iter().map(|placed| placed.place).collect()
+        self.state.lock().locks.iter().map(|placed| placed.place).collect()
     }
 
     /// Returns true while the disks are locked.
     pub(crate) fn are_held(&self) -> bool {
-        self.0.lock().users.holder().is_some()
+        self.state.lock().users.holder().is_some()
     }
 
     /// Adds the disk of a new unit, and locks it if the other disks are locked.
@@ -63,16 +73,17 @@ impl DiskLocks {
     ///
     /// If it stays locked by another program. Then it is not added.
     pub(crate) fn add(&self, place: UnitPlace, disk: &DiskSource) -> Result<(), blockio::Error> {
-        let Some(lock) = disk.late_lock().map(Arc::new) else { return Ok(()) };
+        let Some(lock) = disk.late_lock() else { return Ok(()) };
+        let lock = Arc::new(lock.with_patience(self.patience));
         let holder = {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             state.locks.push(Placed { place: Some(place), lock: Arc::clone(&lock) });
             state.users.holder()
         };
         let Some(user) = holder else { return Ok(()) };
         let taken = lock.take(user);
         // The next user locks it with the other disks.
-        if self.0.lock().users.holder() != Some(user) {
+        if self.state.lock().users.holder() != Some(user) {
             return Ok(());
         }
         // The log has the reason if its lock stays.
@@ -86,20 +97,20 @@ impl DiskLocks {
     /// If written data may be lost. The disk stays locked until the export ends.
     pub(crate) fn remove(&self, place: UnitPlace) -> io::Result<()> {
         let (removed, user) = {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             let is_removed = |placed: &mut Placed| placed.place == Some(place);
             let removed: Vec<_> = state.locks.extract_if(.., is_removed).collect();
             (removed, state.users.last())
         };
         let release = |Placed { lock, .. }: Placed| {
-            lock.release(user).inspect_err(|_| self.0.lock().kept.push(lock))
+            lock.release(user).inspect_err(|_| self.state.lock().kept.push(lock))
         };
         removed.into_iter().map(release).fold(Ok(()), io::Result::and)
     }
 
     /// The first lock that `taken` does not have. `None`: the user holds all locks.
     fn next(&self, user: u64, taken: &[Placed]) -> io::Result<Option<Placed>> {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         if state.users.has_ended(user) {
             return Err(io::Error::other("the front-end left before all disks were locked"));
         }
@@ -135,7 +146,7 @@ impl RunLock for DiskLocks {
     /// Releases all locks, each if its disk has lost no data.
     fn release(&self, user: u64) -> io::Result<()> {
         let locks = {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             state.users.end(user);
             state.locks.clone()
         };
@@ -154,6 +165,11 @@ mod tests {
 
     const FIRST: UnitPlace = UnitPlace { target: 0, lun: 0 };
     const SECOND: UnitPlace = UnitPlace { target: 0, lun: 1 };
+
+    /// Locks that wait for no other user of a disk.
+    fn impatient() -> DiskLocks {
+        DiskLocks { patience: Duration::ZERO, ..DiskLocks::default() }
+    }
 
     fn late(path: &Path) -> DiskSource {
         let options = DiskOptions { no_lock: true, late_lock: true, ..DiskOptions::default() };
@@ -174,7 +190,7 @@ mod tests {
     #[test]
     fn all_disks_are_locked_or_none() {
         let [first, second] = [disk(), disk()];
-        let locks = DiskLocks::default();
+        let locks = impatient();
         locks.add(FIRST, &late(first.path())).unwrap();
         locks.add(SECOND, &late(second.path())).unwrap();
         assert!(is_free(first.path()) && is_free(second.path()) && !locks.are_held());
@@ -232,7 +248,7 @@ mod tests {
     #[test]
     fn a_unit_whose_disk_stays_locked_by_another_program_has_no_lock() {
         let [first, second] = [disk(), disk()];
-        let locks = DiskLocks::default();
+        let locks = impatient();
         locks.add(FIRST, &late(first.path())).unwrap();
         locks.take(1).unwrap();
         let other = late(second.path()).late_lock().unwrap();
