@@ -1,11 +1,14 @@
-//! The system calls of each thread of a daemon: all of its threads are restricted further than the
-//! thread that starts them.
+//! The sandbox of a daemon: all of its threads are restricted further than the thread that starts
+//! them. Files that it may use do not take space for ever.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Running, bench, run, serve};
+use ringhaul_kit::cli::{LIMIT, Running, bench, ringhaul, run, serve};
+use ringhaul_kit::system::{Tmpfs, can_change_system};
+use ringhaul_tools::process::retry;
+use rustix::fs::statvfs;
 use rustix::process::{Pid, Signal};
 use serde_json::json;
 
@@ -79,4 +82,44 @@ fn every_thread_has_a_table_of_system_calls() -> Result<()> {
     daemon.signal(Signal::TERM)?;
     daemon.finish()?.expect_code(0)?;
     Ok(())
+}
+
+/// The sandbox holds the files that are named at the start. docs/internals/security.md has the
+/// remedy.
+#[test]
+fn the_space_of_a_removed_disk_is_free_at_once() -> Result<()> {
+    if !can_change_system("mounts") {
+        return Ok(());
+    }
+    let (folders, disks) = (test_folders()?, Tmpfs::mount(4 * DISK_BYTES)?);
+    let [named, passed] = ["named", "passed"].map(|name| disks.path().join(name));
+    for path in [&named, &passed] {
+        fs::write(path, vec![7; usize::try_from(DISK_BYTES)?])?;
+    }
+    let control = folders.socket("control");
+    let mut command = serve(&folders.socket("named.sock"), &named)?;
+    let mut daemon = Running::serve(command.args(["--name", "named", "--control"]).arg(&control))?;
+    let mut add = ringhaul()?;
+    add.args(["ctl", "--control"]).arg(&control).args(["add", "--name", "passed"]);
+    add.arg("--socket-path").arg(folders.socket("passed.sock")).arg("--blk-file").arg(&passed);
+    run(&mut add)?.expect_code(0)?;
+
+    let free = || statvfs(disks.path()).map(|found| found.f_bfree * found.f_frsize);
+    for (name, path, is_named) in [("passed", &passed, false), ("named", &named, true)] {
+        let start = free()?;
+        let mut remove = ringhaul()?;
+        remove.args(["ctl", "--control"]).arg(&control).args(["remove", name]);
+        run(&mut remove)?.expect_code(0)?;
+        if is_named {
+            File::options().write(true).open(path)?.set_len(0)?;
+        }
+        fs::remove_file(path)?;
+        retry(LIMIT, || {
+            let freed = free()? - start;
+            ensure!(freed >= DISK_BYTES, "{name}: {freed} bytes are free");
+            Ok(())
+        })?;
+    }
+    daemon.signal(Signal::TERM)?;
+    daemon.finish()?.expect_code(0).map(drop)
 }

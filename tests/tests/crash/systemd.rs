@@ -189,6 +189,7 @@ fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
         host.wait_for(VM, "StatusText", "1 export served, 1 with a front-end")?;
     }
     ensure!(host.property(VM, "NRestarts")? == "3", "an upgrade is no restart");
+    both_units_have_ten_times_the_usual_weight(&host)?;
     let process = host.process()?;
     // systemd limits the starts of a unit within ten seconds.
     host.run("systemctl reset-failed ringhaul@vm1; systemctl restart ringhaul@vm1")?;
@@ -200,6 +201,18 @@ fn a_service_survives_kills_restarts_and_upgrades() -> Result<()> {
     host.run("systemctl stop ringhaul@vm1")?;
     ensure!(host.property(VM, "Result")? == "success", "it did not stop cleanly");
     check_file(&host.disks.path().join("vm1.img"), &versions)
+}
+
+/// The kernel has the weight as far as the container has the controller.
+fn both_units_have_ten_times_the_usual_weight(host: &Host) -> Result<()> {
+    for unit in [VM, "ringhaul"] {
+        let weight = host.property(unit, "CPUWeight")?;
+        ensure!(weight == "1000", "the weight of {unit} is {weight}");
+    }
+    let group = host.property(VM, "ControlGroup")?;
+    let weight = host.run(&format!("cat /sys/fs/cgroup{group}/cpu.weight || true"))?;
+    ensure!(["", "1000"].contains(&&*weight), "the kernel has the weight {weight}");
+    Ok(())
 }
 
 /// A stop straight after it gives the new process time to end.
