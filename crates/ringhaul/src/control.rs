@@ -29,7 +29,7 @@ use blockio::executor::{Lock, start_thread};
 use device::oneshot;
 use vhost_user::PassedFds;
 
-use crate::process::bell::Bell;
+use crate::process::wake_fd::WakeFd;
 use crate::spec::command::StatsReader;
 use crate::spec::command::{CommandError, ExportStatus, Removal};
 use crate::spec::qos::{FullQosSpec, QosChange};
@@ -261,7 +261,7 @@ impl Control {
     }
 
     /// Wakes the watch of disks.
-    pub(crate) fn monitor(&self) -> &Arc<Bell> {
+    pub(crate) fn monitor(&self) -> &Arc<WakeFd> {
         &self.alarm.monitor
     }
 
@@ -355,7 +355,7 @@ impl Control {
     fn order(&self, kind: OrderKind, carry_out: impl FnOnce(&mut Exports) + Send + 'static) {
         // A send to an ended thread fails, and that thread has nothing left to do.
         let _ = self.orders.send(Order { kind, carry_out: Box::new(carry_out) });
-        self.alarm.ring();
+        self.alarm.wake.wake();
     }
 
     /// Gives an order, and waits for its result.

@@ -19,18 +19,19 @@ use std::io::{self, BufReader, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Weak};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockio::executor::{Lock, start_thread};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::daemon::Daemon;
 use crate::process::peer::Peer;
+use crate::process::thread_guard::ThreadGuard;
+use crate::process::wake_fd::WakeFd;
 use crate::socket::Endpoint;
 use crate::socket::permissions::SocketGroups;
 use crate::takeover;
@@ -52,11 +53,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// A listening control socket. Dropping it removes the socket.
 pub(crate) struct ControlSocket {
-    stop: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+    _thread: ThreadGuard,
     in_progress: Arc<RequestsInProgress>,
     /// Removes the socket when its last owner is dropped.
-    _endpoint: Arc<Endpoint>,
+    endpoint: Arc<Endpoint>,
 }
 
 /// The number of requests in progress.
@@ -117,8 +117,7 @@ impl ControlSocket {
         access: Access,
         daemon: Weak<Daemon>,
     ) -> Result<Self> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
+        let stop = Arc::new(WakeFd::new().context("cannot create an eventfd")?);
         let stopped = Arc::clone(&stop);
         let in_progress = Arc::<RequestsInProgress>::default();
         let counted = Arc::clone(&in_progress);
@@ -127,36 +126,22 @@ impl ControlSocket {
             listen(&listening, &stopped, &access.into(), &daemon, &counted)
         })
         .context("cannot start the thread of the control socket")?;
-        Ok(Self { stop, thread: Some(thread), in_progress, _endpoint: endpoint })
+        Ok(Self { _thread: ThreadGuard::new(thread, move || stop.wake()), in_progress, endpoint })
     }
 
     /// Leaves the socket to the next process; this one must end. Clients receive the outcome of
     /// their pending requests first.
-    pub(crate) fn hand_over(mut self) {
+    pub(crate) fn hand_over(self) {
         self.in_progress.wait();
-        self.end_thread();
-        // Dropping would remove the socket.
-        std::mem::forget(self);
-    }
-
-    fn end_thread(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        // Dropping its last owner would remove the socket.
+        std::mem::forget(self.endpoint);
     }
 }
 
-impl Drop for ControlSocket {
-    fn drop(&mut self) {
-        self.end_thread();
-    }
-}
-
-/// Accepts clients until `stop` is written.
+/// Accepts clients until a wake by `stop`.
 fn listen(
     endpoint: &Endpoint,
-    stop: &OwnedFd,
+    stop: &WakeFd,
     access: &Arc<Access>,
     daemon: &Weak<Daemon>,
     in_progress: &Arc<RequestsInProgress>,
@@ -200,7 +185,7 @@ fn listen(
 }
 
 /// Waits for a client or, without a listener, for [`PAUSE`]. Returns true if the socket is to stop.
-fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
+fn wait(listener: Option<&UnixListener>, stop: &WakeFd) -> bool {
     let pause = Timespec::try_from(PAUSE).ok().filter(|_| listener.is_none());
     let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
     fds.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
@@ -211,7 +196,7 @@ fn wait(listener: Option<&UnixListener>, stop: &OwnedFd) -> bool {
             tracing::error!("cannot wait for clients of the control socket: {error}");
             std::thread::sleep(PAUSE);
             // The failed poll has no result; this read does not block.
-            rustix::io::read(stop, &mut [0; 8]).is_ok()
+            stop.clear()
         }
     }
 }
@@ -462,13 +447,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("control");
         let endpoint = Arc::new(Endpoint::bind(&path, "--control").unwrap());
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let socket = ControlSocket {
-            stop: Arc::new(stop),
-            thread: None,
-            in_progress: Arc::clone(&in_progress),
-            _endpoint: endpoint,
-        };
+        let ended = ThreadGuard::new(std::thread::spawn(|| {}), || {});
+        let in_use = Arc::clone(&in_progress);
+        let socket = ControlSocket { _thread: ended, in_progress: in_use, endpoint };
         std::thread::scope(|scope| {
             let requests = [in_progress.begin(), in_progress.begin()];
             let leaves = spawn_asleep(scope, || socket.hand_over());
@@ -821,8 +802,8 @@ mod tests {
 
     #[test]
     fn a_socket_that_pauses_can_be_stopped() {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        rustix::io::write(&stop, &1_u64.to_ne_bytes()).unwrap();
+        let stop = WakeFd::new().unwrap();
+        stop.wake();
         assert!(wait(None, &stop));
     }
 }

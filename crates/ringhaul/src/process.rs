@@ -1,10 +1,11 @@
 //! The process: its features, limits, descriptors, peers, and the service manager.
 
-pub(crate) mod bell;
 pub(crate) mod fd_messages;
 pub mod limits;
 pub mod peer;
 pub(crate) mod service_manager;
+pub(crate) mod thread_guard;
+pub(crate) mod wake_fd;
 
 use std::path::Path;
 

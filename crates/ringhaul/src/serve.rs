@@ -6,27 +6,27 @@ mod start;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail};
 use blockio::executor::start_thread;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::{Handle, Signals};
+use signal_hook::iterator::Signals;
 
 use crate::control_socket::ControlSocket;
 use crate::control_socket::access::Access;
 use crate::daemon::adding::OpeningThread;
 use crate::daemon::arguments::ParsedOptions;
-use crate::daemon::disk_monitor::DiskMonitor;
+use crate::daemon::disk_monitor;
 use crate::daemon::format::ProcessOptions;
 use crate::daemon::reload::Reload;
 use crate::daemon::saved_state::SavedState;
 use crate::daemon::{Daemon, Shutdown};
 use crate::log;
-use crate::monitoring::server::MetricsServer;
+use crate::monitoring::server;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::process::service_manager;
+use crate::process::thread_guard::ThreadGuard;
 use crate::sandbox;
 use crate::socket::Endpoint;
 use crate::socket::inherited::InheritedSockets;
@@ -38,7 +38,6 @@ use crate::takeover::new_process::{self, Predecessor};
 use crate::threads::ownership::PassedOn;
 use crate::threads::shutdown::Outcome;
 pub use confinement::enter_sandbox;
-use service_status::Reports;
 use start::{PreviousState, Start};
 
 /// A second signal has ended the daemon before its requests were finished.
@@ -103,14 +102,14 @@ fn begin(args: &ServeArgs, config: Option<(ConfigFile, Config)>) -> Result<ExitC
     let reload = config.map(|(file, config)| {
         Reload::start(file, &config, &config.exports, Arc::downgrade(&daemon))
     });
-    let _signals = SignalThread::start(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
+    let _signals = handle_signals(signals, Arc::downgrade(&daemon), reload.transpose()?)?;
     let control = match control {
         Some(endpoint) => listen(Some(endpoint), access, &daemon, options)?,
         None => None,
     };
-    let _sizes = DiskMonitor::start(&daemon)?;
+    let _sizes = disk_monitor::start(&daemon)?;
     let _metrics = start_metrics(metrics.as_ref(), &daemon)?;
-    let _reports = Reports::start(&daemon)?;
+    let _reports = service_status::start(&daemon)?;
     let opening = daemon.begin_restore(exports)?;
     end(ending, &daemon, Some(opening), control)
 }
@@ -150,14 +149,13 @@ fn take_over(mut predecessor: Predecessor) -> Result<ExitCode> {
     let reload = reload.and_then(|reload| ok_or_log(reload, "the configuration file"));
     let carry_out = carry_out_passed_on(&daemon, reload.clone());
     let _heir = ok_or_log(passed_on.listen(carry_out), "requests to the old process");
-    let _signals =
-        ok_or_log(SignalThread::start(signals, Arc::downgrade(&daemon), reload), "signals");
+    let _signals = ok_or_log(handle_signals(signals, Arc::downgrade(&daemon), reload), "signals");
     control.iter_mut().for_each(Endpoint::keep);
     let control =
         ok_or_log(listen(control, access, &daemon, options), "the control socket").flatten();
-    let _sizes = ok_or_log(DiskMonitor::start(&daemon), "the watch of disk sizes");
+    let _sizes = ok_or_log(disk_monitor::start(&daemon), "the watch of disk sizes");
     service_manager::ready();
-    let _reports = ok_or_log(Reports::start(&daemon), "reports to the service manager");
+    let _reports = ok_or_log(service_status::start(&daemon), "reports to the service manager");
     // The old process may have the address for some seconds.
     let _metrics = ok_or_log(start_metrics(metrics.as_ref(), &daemon), "metrics");
     end(ending, &daemon, opening, control)
@@ -232,8 +230,8 @@ fn listen(
 fn start_metrics(
     address: Option<&MetricsAddress>,
     daemon: &Arc<Daemon>,
-) -> Result<Option<MetricsServer>> {
-    address.map(|address| MetricsServer::start(address, Arc::downgrade(daemon))).transpose()
+) -> Result<Option<ThreadGuard>> {
+    address.map(|address| server::start(address, Arc::downgrade(daemon))).transpose()
 }
 
 /// Waits for the end of the daemon, and returns the status with which the process exits.
@@ -266,43 +264,31 @@ fn end(
     })
 }
 
-/// The thread that ends the daemon, or reloads its configuration, on a signal. Dropping it ends the
-/// thread.
-struct SignalThread {
-    handle: Handle,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl SignalThread {
-    fn start(mut signals: Signals, daemon: Weak<Daemon>, reload: Option<Reload>) -> Result<Self> {
-        let handle = signals.handle();
-        let pass_on = move || {
-            for signal in &mut signals {
-                let Some(daemon) = daemon.upgrade() else { return };
-                let cause = match (signal, &reload) {
-                    (SIGHUP, Some(reload)) => {
-                        reload.begin(daemon.ownership());
-                        continue;
-                    }
-                    (SIGHUP, None) => EndCause::Sighup,
-                    (SIGINT, _) => EndCause::Sigint,
-                    _ => EndCause::Sigterm,
-                };
-                let _ = daemon.handle(Command::End(cause));
-            }
-        };
-        let thread = start_thread("ringhaul-signal", pass_on);
-        Ok(Self { handle, thread: Some(thread.context("cannot start the thread for signals")?) })
-    }
-}
-
-impl Drop for SignalThread {
-    fn drop(&mut self) {
-        self.handle.close();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+/// Starts the thread that ends the daemon, or reloads its configuration, on a signal.
+fn handle_signals(
+    mut signals: Signals,
+    daemon: Weak<Daemon>,
+    reload: Option<Reload>,
+) -> Result<ThreadGuard> {
+    let handle = signals.handle();
+    let pass_on = move || {
+        for signal in &mut signals {
+            let Some(daemon) = daemon.upgrade() else { return };
+            let cause = match (signal, &reload) {
+                (SIGHUP, Some(reload)) => {
+                    reload.begin(daemon.ownership());
+                    continue;
+                }
+                (SIGHUP, None) => EndCause::Sighup,
+                (SIGINT, _) => EndCause::Sigint,
+                _ => EndCause::Sigterm,
+            };
+            let _ = daemon.handle(Command::End(cause));
         }
-    }
+    };
+    let thread = start_thread("ringhaul-signal", pass_on);
+    let thread = thread.context("cannot start the thread for signals")?;
+    Ok(ThreadGuard::new(thread, move || handle.close()))
 }
 
 fn take_signals(has_config: bool) -> Result<Signals> {

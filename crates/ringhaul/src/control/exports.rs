@@ -48,7 +48,7 @@ pub(super) struct Exports {
     /// Orders that wait for the end of the hand-over.
     deferred: VecDeque<Order>,
     alarm: Arc<Alarm>,
-    /// Rings the alarm.
+    /// Wakes the thread.
     waker: Waker,
     /// The time at which all exports were told to stop.
     stopping: Option<Instant>,
@@ -92,7 +92,7 @@ impl Exports {
     pub(super) fn run(&mut self) {
         loop {
             self.alarm.wakes.add(1);
-            self.alarm.monitor.note_work();
+            self.alarm.monitor.wake_for_work();
             let now = Instant::now();
             while let Some(order) = self.next_order() {
                 let is_change = matches!(order.kind, OrderKind::Change | OrderKind::End);
@@ -386,7 +386,7 @@ impl Exports {
         for (whose, _) in ready.into_iter().filter(|(_, is_ready)| *is_ready) {
             match whose {
                 Polled::Alarm => {
-                    let _ = rustix::io::read(&self.alarm.wake, &mut [0; 8]);
+                    self.alarm.wake.clear();
                     self.list.iter_mut().for_each(Export::mark_woken);
                 }
                 Polled::Listener(index) => self.list[index].listener_is_ready = true,

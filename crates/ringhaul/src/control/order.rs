@@ -1,6 +1,6 @@
 //! The parameters and results of orders to the control thread.
 
-use std::io::{self, IoSlice};
+use std::io;
 use std::sync::Arc;
 use std::task::Wake;
 
@@ -10,15 +10,13 @@ use blockio::{DiskSource, Remote};
 use device::Device;
 use device::scsi::ScsiDevice;
 use disks::open::CancelToken;
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::OwnedFd;
 
 use super::guest_turns::GuestTurns;
 use super::stages::ReadyExport;
 use crate::control::export_log::ExportLog;
 use crate::fd_store::FdStore;
-use crate::process::bell::Bell;
 use crate::process::limits::MemoryLimits;
+use crate::process::wake_fd::WakeFd;
 use crate::socket::Endpoint;
 use crate::spec::command::CommandError;
 use crate::spec::qos::LimitGroups;
@@ -152,11 +150,11 @@ pub(super) enum OrderKind {
 
 /// The eventfd that wakes the control thread.
 pub(super) struct Alarm {
-    pub(super) wake: OwnedFd,
+    pub(super) wake: WakeFd,
     /// The number of times that the thread has woken, for any reason.
     pub(super) wakes: Counter,
     /// Wakes the watch of disks.
-    pub(super) monitor: Arc<Bell>,
+    pub(super) monitor: Arc<WakeFd>,
 }
 
 impl Alarm {
@@ -164,19 +162,13 @@ impl Alarm {
     ///
     /// When no descriptor is left.
     pub(super) fn new() -> io::Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { wake, wakes: Counter::default(), monitor: Arc::new(Bell::new()?) })
-    }
-
-    pub(super) fn ring(&self) {
-        // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
-        // counter means that the thread is awake already.
-        let _ = rustix::io::writev(&self.wake, &[IoSlice::new(&1_u64.to_ne_bytes())]);
+        let (wake, monitor) = (WakeFd::new()?, Arc::new(WakeFd::new()?));
+        Ok(Self { wake, wakes: Counter::default(), monitor })
     }
 }
 
 impl Wake for Alarm {
     fn wake(self: Arc<Self>) {
-        self.ring();
+        self.wake.wake();
     }
 }

@@ -14,7 +14,6 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -26,7 +25,8 @@ use crate::control::{WatchedDisk, WatchedDisks};
 use crate::daemon::Daemon;
 use crate::daemon::size_check::{Announced, Check, Finding, Job, start_checker};
 use crate::log::rate_limit::RateLimit;
-use crate::process::bell::Bell;
+use crate::process::thread_guard::ThreadGuard;
+use crate::process::wake_fd::WakeFd;
 use crate::spec::UnitPlace;
 use crate::spec::status::DiskState;
 use crate::threads::thread_watch::Watcher;
@@ -48,52 +48,36 @@ const IDLE_LOOK: Duration = Duration::from_secs(15);
 /// its own.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// The thread that checks all disks in turn. Dropping this ends it.
-pub(crate) struct DiskMonitor {
-    bell: Arc<Bell>,
-    has_ended: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl DiskMonitor {
-    /// Starts the thread.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel has no thread left.
-    pub(crate) fn start(daemon: &Arc<Daemon>) -> Result<Self> {
-        let bell = Arc::clone(daemon.control.monitor());
-        let has_ended = Arc::<AtomicBool>::default();
-        let daemon = Arc::downgrade(daemon);
-        let mut checks = Checks {
-            daemon,
-            bell: Arc::clone(&bell),
-            checker: None,
-            disks: BTreeMap::new(),
-            survey: None,
-            was_announced: false,
-        };
-        let ended = Arc::clone(&has_ended);
-        let watch = move || {
-            while !ended.load(Ordering::Relaxed) {
-                let is_idle = checks.check_all();
-                checks.wait(is_idle);
-            }
-        };
-        let thread = start_thread("ringhaul-sizes", watch);
-        let thread = thread.context("cannot start the thread that watches the sizes of disks")?;
-        Ok(Self { bell, has_ended, thread: Some(thread) })
-    }
-}
-
-impl Drop for DiskMonitor {
-    fn drop(&mut self) {
-        self.has_ended.store(true, Ordering::Relaxed);
-        self.bell.ring();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+/// Starts the thread that checks all disks in turn.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub(crate) fn start(daemon: &Arc<Daemon>) -> Result<ThreadGuard> {
+    let wake = Arc::clone(daemon.control.monitor());
+    let has_ended = Arc::<AtomicBool>::default();
+    let daemon = Arc::downgrade(daemon);
+    let mut checks = Checks {
+        daemon,
+        wake: Arc::clone(&wake),
+        checker: None,
+        disks: BTreeMap::new(),
+        survey: None,
+        was_announced: false,
+    };
+    let ended = Arc::clone(&has_ended);
+    let watch = move || {
+        while !ended.load(Ordering::Relaxed) {
+            let is_idle = checks.check_all();
+            checks.wait(is_idle);
         }
-    }
+    };
+    let thread = start_thread("ringhaul-sizes", watch);
+    let thread = thread.context("cannot start the thread that watches the sizes of disks")?;
+    Ok(ThreadGuard::new(thread, move || {
+        has_ended.store(true, Ordering::Relaxed);
+        wake.wake();
+    }))
 }
 
 /// The known state of a disk.
@@ -120,7 +104,7 @@ type Key = (String, Option<UnitPlace>);
 struct Checks {
     daemon: Weak<Daemon>,
     /// Ends a wait.
-    bell: Arc<Bell>,
+    wake: Arc<WakeFd>,
     /// The thread that checks sizes, which may be waiting for a file system.
     checker: Option<mpsc::Sender<Job>>,
     disks: BTreeMap<Key, Known>,
@@ -188,10 +172,10 @@ impl Checks {
         // Announcements may come with each write of another process, so a pause follows each.
         let may_rest = is_idle && !std::mem::take(&mut self.was_announced);
         let Some(announced) = may_rest.then(|| self.begin_rest()).flatten() else {
-            self.bell.wait(None, Some(INTERVAL));
+            self.wake.wait(None, Some(INTERVAL));
             return;
         };
-        self.bell.await_work();
+        self.wake.await_work();
         let is_current =
             |survey: &Survey| self.daemon.upgrade().is_some_and(|it| survey.is_current(&it));
         let limit = match &self.survey {
@@ -200,16 +184,16 @@ impl Checks {
             _ => Some(IDLE_INTERVAL),
         };
         let changes = announced.changes.as_ref().map(AsFd::as_fd);
-        self.was_announced = self.bell.wait(changes, limit);
+        self.was_announced = self.wake.wait(changes, limit);
     }
 
     /// Returns the means to wait for a change if there is no reason to check again in a second.
     fn begin_rest(&mut self) -> Option<Announced> {
         let survey = self.survey.as_ref()?;
         let daemon = self.daemon.upgrade()?;
-        let bell = Arc::clone(&self.bell);
+        let wake = Arc::clone(&self.wake);
         let mut threads = daemon.thread_watch.lock();
-        let may_rest = threads.may_rest(Watcher::Disks, move || bell.ring());
+        let may_rest = threads.may_rest(Watcher::Disks, move || wake.wake());
         drop(threads);
         drop(daemon);
         if !may_rest {
@@ -448,10 +432,10 @@ mod tests {
         let (daemon, _ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
         let known = Known { state: DiskState::Lost, ..Known::default() };
         let disks = BTreeMap::from([(("gone".to_owned(), None), known)]);
-        let (bell, known) = (Arc::clone(daemon.control.monitor()), Weak::new());
+        let (wake, known) = (Arc::clone(daemon.control.monitor()), Weak::new());
         let mut checks = Checks {
             daemon: known,
-            bell,
+            wake,
             checker: None,
             disks,
             survey: None,

@@ -8,16 +8,16 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockio::executor::start_thread;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fd::OwnedFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::daemon::Daemon;
+use crate::process::thread_guard::ThreadGuard;
+use crate::process::wake_fd::WakeFd;
 use crate::socket::Endpoint;
 use crate::spec::command::ExportState;
 use crate::spec::values::MetricsAddress;
@@ -34,39 +34,21 @@ const IN_USE_MAX: Duration = Duration::from_secs(5);
 /// The pause before another attempt to listen or to accept.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// A running server. Dropping it ends its thread.
-pub(crate) struct MetricsServer {
-    stop: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl MetricsServer {
-    /// Listens on `address` and starts the thread of the server.
-    ///
-    /// # Errors
-    ///
-    /// When another program listens there, or the kernel has no thread or descriptor left.
-    pub(crate) fn start(address: &MetricsAddress, daemon: Weak<Daemon>) -> Result<Self> {
-        let listener = Listener::bind(address)?;
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let stop = Arc::new(eventfd(0, flags).context("cannot create an eventfd")?);
-        let stopped = Arc::clone(&stop);
-        let serve = move || {
-            Server { listener, daemon, clients: Vec::new() }.run(&stopped);
-        };
-        let thread = start_thread("ringhaul-metric", serve)
-            .context("cannot start the thread of --metrics")?;
-        Ok(Self { stop, thread: Some(thread) })
-    }
-}
-
-impl Drop for MetricsServer {
-    fn drop(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
+/// Listens on `address` and starts the thread of the server.
+///
+/// # Errors
+///
+/// When another program listens there, or the kernel has no thread or descriptor left.
+pub(crate) fn start(address: &MetricsAddress, daemon: Weak<Daemon>) -> Result<ThreadGuard> {
+    let listener = Listener::bind(address)?;
+    let stop = Arc::new(WakeFd::new().context("cannot create an eventfd")?);
+    let stopped = Arc::clone(&stop);
+    let serve = move || {
+        Server { listener, daemon, clients: Vec::new() }.run(&stopped);
+    };
+    let thread =
+        start_thread("ringhaul-metric", serve).context("cannot start the thread of --metrics")?;
+    Ok(ThreadGuard::new(thread, move || stop.wake()))
 }
 
 /// A listening socket.
@@ -259,8 +241,8 @@ struct Server {
 }
 
 impl Server {
-    /// Serves clients until `stop` is written.
-    fn run(mut self, stop: &OwnedFd) {
+    /// Serves clients until a wake by `stop`.
+    fn run(mut self, stop: &WakeFd) {
         loop {
             match self.wait(stop) {
                 Ok(true) => return,
@@ -281,7 +263,7 @@ impl Server {
     }
 
     /// Waits for an event or the end of a client's time. Returns true if the server is to stop.
-    fn wait(&self, stop: &OwnedFd) -> Result<bool, Errno> {
+    fn wait(&self, stop: &WakeFd) -> Result<bool, Errno> {
         let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
         let clients = self.clients.iter();
         fds.extend(clients.map(|client| PollFd::new(&client.stream, client.events())));
@@ -425,7 +407,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics");
         let address = MetricsAddress::Unix(path.clone());
-        let server = MetricsServer::start(&address, Weak::new()).unwrap();
+        let server = start(&address, Weak::new()).unwrap();
         let connect = || std::os::unix::net::UnixStream::connect(&path).unwrap();
         let silent: Vec<_> = (0..CLIENTS_MAX - 2).map(|_| connect()).collect();
         let mut large = connect();

@@ -1,9 +1,8 @@
 //! Reports to the service manager while the daemon runs: its state in words, and signs of life
 //! while every IoThread turns.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -12,55 +11,40 @@ use blockio::executor::{Lock, start_thread};
 use crate::control::subscribers::{EventReceiver, Subscription};
 use crate::daemon::Daemon;
 use crate::process::service_manager;
+use crate::process::thread_guard::ThreadGuard;
 
 /// The least time between two reports of the state.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The thread that reports. Dropping this ends it.
-pub(super) struct Reports {
-    end: Option<Sender<()>>,
-    subscription: SharedSubscription,
-    thread: Option<JoinHandle<()>>,
-}
-
 /// The subscription of the thread. Its end wakes the thread.
 type SharedSubscription = Arc<Lock<Option<Subscription>>>;
 
-impl Reports {
-    /// Starts the reports of a daemon. `None`: no service manager listens.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel has no thread left.
-    pub(super) fn start(daemon: &Arc<Daemon>) -> Result<Option<Self>> {
-        let is_present = service_manager::is_present();
-        is_present.then(|| Self::begin(daemon, service_manager::watchdog_interval())).transpose()
-    }
-
-    fn begin(daemon: &Arc<Daemon>, interval: Option<Duration>) -> Result<Self> {
-        let (end, ended) = channel();
-        let subscription = SharedSubscription::default();
-        let reporter = Reporter {
-            daemon: Arc::downgrade(daemon),
-            ended,
-            subscription: Arc::clone(&subscription),
-        };
-        let watchdog =
-            interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
-        let thread = start_thread("ringhaul-notify", move || reporter.run(watchdog))
-            .context("cannot start the thread that reports to the service manager")?;
-        Ok(Self { end: Some(end), subscription, thread: Some(thread) })
-    }
+/// Starts the thread that reports. `None`: no service manager listens.
+///
+/// # Errors
+///
+/// When the kernel has no thread left.
+pub(super) fn start(daemon: &Arc<Daemon>) -> Result<Option<ThreadGuard>> {
+    let is_present = service_manager::is_present();
+    let interval = service_manager::watchdog_interval();
+    is_present.then(|| begin(daemon, interval, SharedSubscription::default())).transpose()
 }
 
-impl Drop for Reports {
-    fn drop(&mut self) {
-        drop(self.end.take());
-        drop(self.subscription.lock().take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
+fn begin(
+    daemon: &Arc<Daemon>,
+    interval: Option<Duration>,
+    subscription: SharedSubscription,
+) -> Result<ThreadGuard> {
+    let (end, ended) = channel::<()>();
+    let shared = Arc::clone(&subscription);
+    let reporter = Reporter { daemon: Arc::downgrade(daemon), ended, subscription: shared };
+    let watchdog = interval.map(|interval| Watchdog { interval, due: Instant::now(), turns: None });
+    let thread = start_thread("ringhaul-notify", move || reporter.run(watchdog))
+        .context("cannot start the thread that reports to the service manager")?;
+    Ok(ThreadGuard::new(thread, move || {
+        drop(end);
+        drop(subscription.lock().take());
+    }))
 }
 
 struct Reporter {
@@ -211,8 +195,9 @@ mod tests {
         let (daemon, _ending) = daemon();
         for interval in [None, Some(Duration::from_secs(3600))] {
             let before = Arc::weak_count(&daemon);
-            let reports = Reports::begin(&daemon, interval).unwrap();
-            while reports.subscription.lock().is_none() {
+            let subscription = SharedSubscription::default();
+            let reports = begin(&daemon, interval, Arc::clone(&subscription)).unwrap();
+            while subscription.lock().is_none() {
                 std::thread::yield_now();
             }
             assert_eq!(Arc::weak_count(&daemon), before + 1);

@@ -5,7 +5,6 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -24,6 +23,7 @@ use crate::daemon::format::{
 };
 use crate::daemon::hand_over::ExpectedExports;
 use crate::process::service_manager;
+use crate::process::thread_guard::ThreadGuard;
 use crate::socket::Endpoint;
 use crate::spec::ExportSpec;
 use crate::spec::command::{Command, CommandError};
@@ -198,7 +198,7 @@ impl PassedOnRequests {
     pub(crate) fn listen(
         mut self,
         carry_out: impl Fn(PassedOn) + Send + 'static,
-    ) -> Result<HeirThread> {
+    ) -> Result<ThreadGuard> {
         let stream = self.0.stream().try_clone().context("cannot copy a socket")?;
         let listen = move || {
             while let Ok(Some(line)) = self.0.line() {
@@ -217,29 +217,10 @@ impl PassedOnRequests {
         };
         let thread = start_thread("ringhaul-heir", listen);
         let thread = thread.context("cannot start the thread that reads from the old process")?;
-        Ok(HeirThread { stream, thread: Some(thread) })
-    }
-}
-
-/// The thread that hears requests of the old process. Dropping this ends it.
-pub(crate) struct HeirThread {
-    stream: UnixStream,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl HeirThread {
-    fn join(&mut self) {
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for HeirThread {
-    fn drop(&mut self) {
-        // The old process may have ended, and the thread with its connection.
-        let _ = self.stream.shutdown(Shutdown::Both);
-        self.join();
+        Ok(ThreadGuard::new(thread, move || {
+            // The old process may have ended, and the thread with its connection.
+            let _ = stream.shutdown(Shutdown::Both);
+        }))
     }
 }
 
@@ -321,7 +302,7 @@ mod tests {
         let (new, old) = UnixStream::pair().unwrap();
         let (heeds, heeded) = mpsc::channel();
         let heed = move |what| heeds.send(what).unwrap();
-        let mut thread = PassedOnRequests(Receiver::new(new)).listen(heed).unwrap();
+        let thread = PassedOnRequests(Receiver::new(new)).listen(heed).unwrap();
         let ownership = Ownership::default();
         send(&old, "more", &Value::Null).unwrap();
         send(&old, PASS_ON, &json!("dance")).unwrap();
@@ -331,7 +312,7 @@ mod tests {
         }
         drop(ownership);
         assert_eq!(heeded.iter().collect::<Vec<_>>(), [PassedOn::Reload, PassedOn::End]);
-        thread.join();
+        drop(thread);
     }
 
     /// Otherwise the thread may be the last owner of the daemon, and close files that it must not.

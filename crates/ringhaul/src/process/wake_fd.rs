@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
-/// A bell for one thread.
-pub(crate) struct Bell {
+/// An eventfd for one thread.
+pub(crate) struct WakeFd {
     eventfd: OwnedFd,
-    /// True while the thread awaits a call of [`note_work`](Self::note_work).
+    /// True while the thread awaits a call of [`wake_for_work`](Self::wake_for_work).
     awaits_work: AtomicBool,
 }
 
-impl Bell {
+impl WakeFd {
     /// # Errors
     ///
     /// When no descriptor is left.
@@ -25,29 +25,29 @@ impl Bell {
     }
 
     /// Ends the present wait, or the next one.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake(&self) {
         // By `writev`, to distinguish it from a call to a driver in a trace of system calls. A full
-        // counter rings, too.
+        // counter wakes, too.
         let _ = rustix::io::writev(&self.eventfd, &[IoSlice::new(&1_u64.to_ne_bytes())]);
     }
 
-    /// Rings if the thread awaits work. Otherwise it costs no system call.
-    pub(crate) fn note_work(&self) {
+    /// Wakes the thread if it awaits work. Otherwise it costs no system call.
+    pub(crate) fn wake_for_work(&self) {
         // Pairs with the fence in `await_work`: the thread sees the work, or this its wait.
         fence(Ordering::SeqCst);
         if self.awaits_work.load(Ordering::Relaxed) {
-            self.ring();
+            self.wake();
         }
     }
 
-    /// Lets work ring until the end of the next wait. The thread checks for work after this call
-    /// and before the wait.
+    /// Lets work wake the thread until the end of the next wait. The thread checks for work after
+    /// this call and before the wait.
     pub(crate) fn await_work(&self) {
         self.awaits_work.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Waits until the bell rings, a second descriptor is readable, or the time has passed. Returns
+    /// Waits until a wake, a second descriptor is readable, or the time has passed. Returns
     /// true if the second descriptor is readable.
     pub(crate) fn wait(&self, second: Option<BorrowedFd<'_>>, limit: Option<Duration>) -> bool {
         let end = limit.map(|limit| Instant::now() + limit);
@@ -62,36 +62,45 @@ impl Bell {
             }
         };
         self.awaits_work.store(false, Ordering::Relaxed);
-        let _ = rustix::io::read(&self.eventfd, &mut [0; 8]);
+        self.clear();
         second_is_readable
+    }
+
+    /// Forgets a wake, so that the descriptor is not readable. Returns true if there was one.
+    pub(crate) fn clear(&self) -> bool {
+        rustix::io::read(&self.eventfd, &mut [0; 8]).is_ok()
+    }
+}
+
+impl AsFd for WakeFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use rustix::fd::AsFd;
-
     use super::*;
 
     #[test]
-    fn a_bell_ends_a_wait_once() {
-        let bell = Bell::new().unwrap();
-        let rings = || {
-            let mut polled = [PollFd::new(&bell.eventfd, PollFlags::IN)];
+    fn a_wake_ends_a_wait_once() {
+        let wake_fd = WakeFd::new().unwrap();
+        let is_woken = || {
+            let mut polled = [PollFd::new(&wake_fd.eventfd, PollFlags::IN)];
             poll(&mut polled, Some(&Timespec::default())).unwrap() == 1
         };
-        bell.note_work();
-        assert!(!rings(), "the thread awaits no work");
-        bell.ring();
-        bell.wait(None, None);
-        assert!(!rings());
-        bell.await_work();
-        bell.note_work();
-        bell.wait(None, None);
-        bell.note_work();
-        assert!(!rings(), "the wait is over");
-        let (second, written) = (Bell::new().unwrap(), Bell::new().unwrap());
-        written.ring();
+        wake_fd.wake_for_work();
+        assert!(!is_woken(), "the thread awaits no work");
+        wake_fd.wake();
+        wake_fd.wait(None, None);
+        assert!(!is_woken());
+        wake_fd.await_work();
+        wake_fd.wake_for_work();
+        wake_fd.wait(None, None);
+        wake_fd.wake_for_work();
+        assert!(!is_woken(), "the wait is over");
+        let (second, written) = (WakeFd::new().unwrap(), WakeFd::new().unwrap());
+        written.wake();
         assert!(second.wait(Some(written.eventfd.as_fd()), None));
         written.wait(None, None);
         assert!(!second.wait(Some(written.eventfd.as_fd()), Some(Duration::ZERO)));
