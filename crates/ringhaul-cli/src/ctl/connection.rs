@@ -4,23 +4,24 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Write};
-use std::os::fd::AsRawFd;
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, bail};
 use clap_complete::CompletionCandidate;
 use ringhaul::control_socket::descriptors::send_line;
 use ringhaul::control_socket::trusted_path;
+use ringhaul::takeover::wire::Receiver;
 use rustix::net::sockopt::socket_peercred;
 use serde_json::{Value, json};
 
 /// A connection.
 pub(super) struct Connection {
     path: PathBuf,
-    stream: BufReader<UnixStream>,
+    receiver: Receiver,
     /// Events that came before an answer.
     events: VecDeque<Value>,
 }
@@ -39,8 +40,21 @@ pub(super) struct Refusal {
 
 impl Connection {
     pub(super) fn new(path: &Path) -> Result<Self> {
-        let (path, stream) = (path.to_owned(), BufReader::new(connect(path)?));
-        Ok(Self { path, stream, events: VecDeque::new() })
+        Ok(Self::from_stream(path, connect(path)?))
+    }
+
+    pub(super) fn from_stream(path: &Path, stream: UnixStream) -> Self {
+        let receiver = Receiver::new(stream);
+        Self { path: path.to_owned(), receiver, events: VecDeque::new() }
+    }
+
+    pub(super) fn stream(&self) -> &UnixStream {
+        self.receiver.stream()
+    }
+
+    /// The path in errors.
+    pub(super) fn path(&self) -> std::path::Display<'_> {
+        self.path.display()
     }
 
     /// The user that listens at the socket, as the kernel reports it.
@@ -50,15 +64,14 @@ impl Connection {
 
     /// The user and the group that listen at the socket.
     pub(super) fn owner(&self) -> Option<(u32, u32)> {
-        let peer = socket_peercred(self.stream.get_ref()).ok()?;
+        let peer = socket_peercred(self.stream()).ok()?;
         Some((peer.uid.as_raw(), peer.gid.as_raw()))
     }
 
     /// Limits each wait for the daemon to this time.
-    pub(super) fn set_limit(&mut self, limit: Duration) -> std::io::Result<()> {
-        let stream = self.stream.get_ref();
-        stream.set_read_timeout(Some(limit))?;
-        stream.set_write_timeout(Some(limit))
+    pub(super) fn set_limit(&self, limit: Duration) -> io::Result<()> {
+        self.stream().set_read_timeout(Some(limit))?;
+        self.stream().set_write_timeout(Some(limit))
     }
 
     /// Calls a method, and waits for the answer.
@@ -73,19 +86,12 @@ impl Connection {
         params: &Value,
         files: &[File],
     ) -> Result<Result<Value, Refusal>> {
-        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-        let line = format!("{request}\n");
         // A daemon that refuses a client sends its reason and hangs up, so that sending may fail.
-        let stream = self.stream.get_mut();
-        let sent = send_line(stream, line.as_bytes(), files)
-            .and_then(|bytes| stream.write_all(&line.as_bytes()[bytes..]));
+        let sent = self.send(method, params, files);
         loop {
             let Some(mut line) = self.line()? else {
-                sent.with_context(|| self.asking())?;
-                bail!(
-                    "the daemon at {} closed the connection without an answer",
-                    self.path.display()
-                );
+                sent.map_err(|error| self.unanswered(error.into()))?;
+                bail!("the daemon at {} closed the connection without an answer", self.path());
             };
             if line.get("method").is_some() {
                 self.events.push_back(line["params"].take());
@@ -93,6 +99,24 @@ impl Connection {
             }
             return outcome(line);
         }
+    }
+
+    /// Sends a request.
+    ///
+    /// # Errors
+    ///
+    /// When the daemon has hung up. It may have sent a reason before.
+    pub(super) fn send(&self, method: &str, params: &Value, files: &[File]) -> io::Result<()> {
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+        let line = format!("{request}\n");
+        let mut stream = self.stream();
+        let sent = send_line(stream, line.as_bytes(), files)?;
+        stream.write_all(&line.as_bytes()[sent..])
+    }
+
+    /// The descriptors that follow an answer.
+    pub(super) fn descriptors(&mut self, count: usize) -> Result<Vec<OwnedFd>> {
+        self.receiver.fds(count).map_err(|error| self.unanswered(error.into()))
     }
 
     /// Waits until the daemon has ended, which closes the connection.
@@ -111,25 +135,33 @@ impl Connection {
             None => bail!(
                 "the daemon at {} has ended, was replaced in a takeover, or dropped this \
                  subscriber because it was too slow; to continue, run the command again",
-                self.path.display()
+                self.path()
             ),
         }
     }
 
     /// The next line. `None`: the daemon has hung up.
     fn line(&mut self) -> Result<Option<Value>> {
-        let mut line = String::new();
-        if self.stream.read_line(&mut line).with_context(|| self.asking())? == 0 {
-            return Ok(None);
-        }
-        let parsed = serde_json::from_str(&line);
-        parsed
-            .with_context(|| format!("the answer of {} is not JSON", self.path.display()))
-            .map(Some)
+        let line = self.receiver.line().map_err(|error| self.unanswered(error.into()))?;
+        line.map(|line| self.parse(&line)).transpose()
     }
 
-    fn asking(&self) -> String {
-        format!("cannot send a request to the daemon at {}", self.path.display())
+    pub(super) fn parse(&self, line: &[u8]) -> Result<Value> {
+        serde_json::from_slice(line)
+            .with_context(|| format!("the answer of {} is not JSON", self.path()))
+    }
+
+    /// The error of a request without an answer.
+    pub(super) fn unanswered(&self, error: Error) -> Error {
+        let path = self.path();
+        let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+        if kind == Some(ErrorKind::WouldBlock) {
+            return error.context(format!(
+                "the daemon at {path} has not answered in time; see its log, and restart it if it \
+                 hangs"
+            ));
+        }
+        error.context(format!("cannot send a request to the daemon at {path}"))
     }
 }
 
@@ -245,6 +277,7 @@ fn control_of(words: &[OsString]) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::fs::Permissions;
+    use std::io::{BufRead, BufReader};
     use std::os::unix::fs::PermissionsExt;
 
     use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};

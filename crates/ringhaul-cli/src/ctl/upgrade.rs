@@ -1,7 +1,7 @@
 //! `ringhaul ctl upgrade`: starts a program in the place of the daemon, and waits until it has
 //! taken over.
 
-mod link;
+mod daemon_process;
 mod place;
 mod status;
 pub(crate) mod successor;
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::connection::{self, Connection, Refusal};
 use super::show::{self, Form, print};
-use link::Link;
+use daemon_process::DaemonProcess;
 pub(super) use successor::Program;
 use successor::{CallerWord, Successor};
 
@@ -50,6 +50,9 @@ const SERVE_MAX: Duration = Duration::from_secs(10);
 
 /// The pause between two questions to it.
 const SERVE_PAUSE: Duration = Duration::from_millis(20);
+
+/// The time that a daemon may take for an answer, beyond the time that the request gives it.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
 
 /// The time that the daemon may take to note the reason of a process that has ended.
 const REASON_MAX: Duration = Duration::from_secs(2);
@@ -106,7 +109,7 @@ pub(super) fn program(binary: &Path) -> Result<PathBuf> {
 
 /// Returns true if the daemon runs the program in this file, and not a former one of that name.
 fn runs(control: &Path, program: &Path) -> Result<bool> {
-    let daemon = Link::new(control)?.daemon()?;
+    let daemon = DaemonProcess::find(&connect(control)?)?;
     let running = PathBuf::from(format!("/proc/{}/exe", daemon.id.as_raw_pid()));
     let file = |path: &Path| {
         let found =
@@ -116,6 +119,26 @@ fn runs(control: &Path, program: &Path) -> Result<bool> {
     Ok(file(&running)? == file(program)?)
 }
 
+/// Connects to a daemon. Each wait for it has a limit.
+fn connect(control: &Path) -> Result<Connection> {
+    let daemon = Connection::new(control)?;
+    daemon.set_limit(ANSWER_MAX)?;
+    Ok(daemon)
+}
+
+/// Calls a method. The daemon may take `deadline` for the work.
+fn call(
+    daemon: &mut Connection,
+    method: &str,
+    params: &Value,
+    deadline: Duration,
+) -> Result<Result<Value, Refusal>> {
+    daemon.set_limit(deadline + ANSWER_MAX)?;
+    let answer = daemon.call(method, params)?;
+    daemon.set_limit(ANSWER_MAX)?;
+    Ok(answer)
+}
+
 /// Returns the id of the new process, or the refusal.
 fn attempt(
     program: &Program,
@@ -123,24 +146,24 @@ fn attempt(
     control: &Path,
 ) -> Result<Result<Value, Refusal>> {
     let binary = &program.path;
-    let mut link = Link::new(control)?;
-    let start: SuccessorStart = match link.call("upgrade.begin", &json!({}), Duration::ZERO)? {
+    let mut connection = connect(control)?;
+    let start: SuccessorStart = match connection.call("upgrade.begin", &json!({}))? {
         Ok(start) => serde_json::from_value(start).context("cannot understand the daemon")?,
         // A daemon of an earlier version starts the program itself.
         Err(Refusal { code: NO_METHOD, .. }) => {
-            return link.call("upgrade", &json!({ "binary": binary }), START_MAX);
+            return call(&mut connection, "upgrade", &json!({ "binary": binary }), START_MAX);
         }
         Err(refusal) => return Ok(Err(refusal)),
     };
-    let streams = link.descriptors(successor::STREAMS)?;
-    let daemon = match link.daemon() {
+    let streams = connection.descriptors(successor::STREAMS)?;
+    let daemon = match DaemonProcess::find(&connection) {
         Ok(daemon) => daemon,
         Err(error) => return Ok(Err(refused(format!("{error:#}")))),
     };
-    let sandbox = link.call("process", &json!({}), Duration::ZERO)?.ok();
+    let sandbox = connection.call("process", &json!({}))?.ok();
     let sandbox = sandbox.and_then(|shown| serde_json::from_value(shown["sandbox"].clone()).ok());
     match Successor::start(program, (start, sandbox), caller.clone(), daemon, &streams) {
-        Ok(successor) => wait(binary, successor, link, control),
+        Ok(successor) => wait(binary, successor, connection, control),
         Err(error) => Ok(Err(refused(format!("{error:#}")))),
     }
 }
@@ -149,7 +172,7 @@ fn attempt(
 fn wait(
     binary: &Path,
     mut successor: Successor,
-    mut link: Link,
+    mut connection: Connection,
     control: &Path,
 ) -> Result<Result<Value, Refusal>> {
     let (process, end) = (successor.process(), Instant::now() + START_MAX);
@@ -163,7 +186,7 @@ fn wait(
             limit = Duration::ZERO;
         }
         let params = json!({ "process": process, "deadline-ms": limit.as_millis() });
-        let progress = match link.call("upgrade.wait", &params, limit) {
+        let progress = match call(&mut connection, "upgrade.wait", &params, limit) {
             Ok(Ok(progress)) => serde_json::from_value::<SuccessorProgress>(progress)?,
             Ok(Err(refusal)) => {
                 successor.end();

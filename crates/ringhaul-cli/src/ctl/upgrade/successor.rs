@@ -23,7 +23,7 @@ use rustix::process::{
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use serde::{Deserialize, Serialize};
 
-use super::link::DaemonProcess;
+use super::daemon_process::DaemonProcess;
 use super::place::ProcessPlace;
 
 /// The hidden command.

@@ -1,28 +1,16 @@
-//! The connection of an upgrade: answers with descriptors, and a daemon that the kernel identifies.
+//! The process of a daemon, as the kernel identifies it.
 
-use std::io::{IoSliceMut, Write};
+use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use anyhow::{Context, Error, Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg};
-use ringhaul::takeover::wire::Receiver;
 use rustix::net::sockopt::{set_socket_passcred, socket_peercred};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::super::connection::{Refusal, connect, outcome};
-
-/// The time that a daemon may take for an answer, beyond the time that the request gives it.
-const ANSWER_MAX: Duration = Duration::from_secs(30);
-
-/// A connection.
-pub(super) struct Link {
-    path: PathBuf,
-    receiver: Receiver,
-}
+use crate::ctl::connection::Connection;
 
 /// The process of a daemon.
 pub(super) struct DaemonProcess {
@@ -34,87 +22,31 @@ pub(super) struct DaemonProcess {
     pub(super) group: u32,
 }
 
-impl Link {
-    pub(super) fn new(path: &Path) -> Result<Self> {
-        let link = Self { path: path.to_owned(), receiver: Receiver::new(connect(path)?) };
-        link.set_limit(ANSWER_MAX)?;
-        Ok(link)
-    }
-
-    /// Calls a method, and waits for the answer. The daemon may take `deadline` for the work.
-    pub(super) fn call(
-        &mut self,
-        method: &str,
-        params: &Value,
-        deadline: Duration,
-    ) -> Result<Result<Value, Refusal>> {
-        self.set_limit(deadline + ANSWER_MAX)?;
-        self.send(method, params)?;
-        let line = self.receiver.line().map_err(|error| self.unanswered(error.into()))?;
-        self.set_limit(ANSWER_MAX)?;
-        outcome(self.parse(line.as_deref().unwrap_or_default())?)
-    }
-
-    /// The descriptors that follow an answer.
-    pub(super) fn descriptors(&mut self, count: usize) -> Result<Vec<OwnedFd>> {
-        self.receiver.fds(count).map_err(|error| self.unanswered(error.into()))
-    }
-
-    /// Returns the process at the far end. The kernel vouches for its id: with a forged id, root
+impl DaemonProcess {
+    /// Finds the process at the far end. The kernel vouches for its id: with a forged id, root
     /// would take the rights of a foreign process. Its user and group must equal the owner of the
     /// listening socket: a program that the daemon starts may answer with more rights.
-    pub(super) fn daemon(&mut self) -> Result<DaemonProcess> {
-        set_socket_passcred(self.receiver.stream(), true)?;
-        self.send("ping", &json!({}))?;
-        let (answer, sender) =
-            receive_line(self.receiver.stream()).map_err(|error| self.unanswered(error))?;
-        set_socket_passcred(self.receiver.stream(), false)?;
-        self.parse(&answer)?;
+    pub(super) fn find(daemon: &Connection) -> Result<Self> {
+        let stream = daemon.stream();
+        set_socket_passcred(stream, true)?;
+        // The daemon may have refused this client; its reason is the answer.
+        let _ = daemon.send("ping", &json!({}), &[]);
+        let received = receive_line(stream);
+        let (answer, sender) = received.map_err(|error| daemon.unanswered(error))?;
+        set_socket_passcred(stream, false)?;
+        daemon.parse(&answer)?;
         let Some(id) = Pid::from_raw(sender.pid()) else {
             bail!(
                 "the daemon at {} runs in another PID namespace; run this command there",
-                self.path.display()
+                daemon.path()
             );
         };
         let (user, group) = (sender.uid(), sender.gid());
-        let owner = socket_peercred(self.receiver.stream())?;
+        let owner = socket_peercred(stream)?;
         let owner = (owner.uid.as_raw(), owner.gid.as_raw());
-        check_owner(owner, (user, group)).with_context(|| self.path.display().to_string())?;
+        check_owner(owner, (user, group)).with_context(|| daemon.path().to_string())?;
         let fd = pidfd_open(id, PidfdFlags::empty()).context("cannot refer to the daemon")?;
-        Ok(DaemonProcess { id, fd, user, group })
-    }
-
-    fn set_limit(&self, limit: Duration) -> std::io::Result<()> {
-        let stream = self.receiver.stream();
-        stream.set_read_timeout(Some(limit))?;
-        stream.set_write_timeout(Some(limit))
-    }
-
-    fn send(&mut self, method: &str, params: &Value) -> Result<()> {
-        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-        let mut stream = self.receiver.stream();
-        // A daemon that refuses a client sends its reason and hangs up, so that sending may fail.
-        let _ = stream.write_all(format!("{request}\n").as_bytes());
-        Ok(())
-    }
-
-    fn parse(&self, line: &[u8]) -> Result<Value> {
-        let path = self.path.display();
-        ensure!(!line.is_empty(), "the daemon at {path} closed the connection without an answer");
-        serde_json::from_slice(line).with_context(|| format!("the answer of {path} is not JSON"))
-    }
-
-    /// The error of a request without an answer.
-    fn unanswered(&self, error: Error) -> Error {
-        let path = self.path.display();
-        let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-        if kind == Some(std::io::ErrorKind::WouldBlock) {
-            return error.context(format!(
-                "the daemon at {path} has not answered in time; see its log, and restart it if it \
-                 hangs"
-            ));
-        }
-        error.context(format!("cannot send a request to the daemon at {path}"))
+        Ok(Self { id, fd, user, group })
     }
 }
 
@@ -160,7 +92,9 @@ fn receive_line(stream: &UnixStream) -> Result<(Vec<u8>, UnixCredentials)> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::IoSlice;
+    use std::io::{IoSlice, Write};
+    use std::path::Path;
+    use std::time::Duration;
 
     use nix::sys::socket::{ControlMessage, sendmsg};
     use rustix::process::{getegid, getpid};
@@ -195,8 +129,8 @@ mod tests {
             let parts = [ControlMessage::ScmCredentials(&sender)];
             set_socket_passcred(&ours, true).unwrap();
             sendmsg::<()>(theirs.as_raw_fd(), &text, &parts, MsgFlags::empty(), None).unwrap();
-            let mut link = Link { path: "/control".into(), receiver: Receiver::new(ours) };
-            match link.daemon() {
+            let connection = Connection::from_stream(Path::new("/control"), ours);
+            match DaemonProcess::find(&connection) {
                 Ok(daemon) => {
                     assert_eq!((uid, gid, daemon.id), (user, group, process));
                     assert_eq!((daemon.user, daemon.group), (user, group));
@@ -214,11 +148,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("control");
         let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let mut link = Link::new(&path).unwrap();
-        link.set_limit(Duration::from_millis(1)).unwrap();
-        let error = link.daemon().err().unwrap();
+        let mut connection = Connection::new(&path).unwrap();
+        connection.set_limit(Duration::from_millis(1)).unwrap();
+        let error = DaemonProcess::find(&connection).err().unwrap();
         assert!(format!("{error:#}").contains("has not answered in time"), "{error:#}");
-        let error = link.descriptors(1).unwrap_err();
+        let error = connection.descriptors(1).unwrap_err();
         assert!(format!("{error:#}").contains("has not answered in time"), "{error:#}");
     }
 }
