@@ -3,11 +3,11 @@
 //! - `wire.rs`, `answer.rs` and `handshake.rs` are the protocol, and touch no socket;
 //! - `connect.rs` makes a connection on a thread that may wait, with TLS by `tls.rs`;
 //!   `resolver.rs` finds the addresses of servers;
-//! - `flow.rs` moves bytes over a connection, `transport.rs` has the system calls;
-//! - `link.rs` finds the connections of an IoThread, is the task of each, and reports a server that
-//!   does not answer, with `retry.rs` and `socket_source.rs`; `drain.rs` drains an abandoned
-//!   connection, and `abandoned.rs` keeps its requests;
-//! - `pipe.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
+//! - `channel.rs` moves bytes over a connection, `transport.rs` has the system calls;
+//! - `connection_task.rs` finds the connections of an IoThread, is the task of each, and reports a
+//!   server that does not answer, with `retry.rs` and `socket_source.rs`; `drain.rs` drains an
+//!   abandoned connection, and `abandoned.rs` keeps its requests;
+//! - `client.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
 //!   the state common to all IoThreads;
 //! - `disk.rs` turns requests to a disk into requests to the server.
 //!
@@ -16,15 +16,15 @@
 
 mod abandoned;
 mod answer;
+mod channel;
+mod client;
 mod connect;
+mod connection_task;
 mod disk;
 mod drain;
-mod flow;
 mod handshake;
-mod link;
 mod loaned_op;
 mod options;
-mod pipe;
 mod requests;
 mod resolver;
 mod retry;
@@ -53,12 +53,12 @@ use blockio::{
 use iomem::Buffers;
 
 use answer::Failure;
+use client::{Client, record_size};
+use connection_task::{Handle, check_not_less};
 use disk::NbdDisk;
 use drain::release_closed_orphans;
 use handshake::{Facts, can};
-use link::{Handle, check_not_less};
 pub use options::{NbdAddress, NbdOptions, NbdTls};
-use pipe::{Pipe, key_of, record_size};
 use requests::IssuedRequest;
 use shared::SharedExport;
 use wire::Request;
@@ -66,7 +66,7 @@ use wire::Request;
 /// A server with a machine that is silent for this long counts as gone.
 const SILENCE: Duration = Duration::from_secs(20);
 
-/// The pause between two looks at a connection that has broken.
+/// The pause between two checks of a connection that has broken.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Opens the export of an NBD server. Waits for the server, for ten seconds at most.
@@ -174,13 +174,11 @@ impl NbdSource {
     /// it.
     fn flush_at(&self, home: &Remote) -> Option<Result<(), i32>> {
         let (answer, pending) = oneshot::channel();
-        let key = key_of(self.shared());
-        home.post(move |io| {
-            if let Some(pipe) = io.shared::<Pipe>(key) {
-                let flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
-                let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
-                io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
-            }
+        Client::run_on(home, self.shared(), move |client| {
+            let io = &client.io;
+            let flush = client.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
+            let nowhere = Err(Failure { errno: libc::EIO, is_of_flush: false });
+            io.spawn(async move { answer.send(flush.wait().await.0.unwrap_or(nowhere)) });
         });
         Some(pending.wait()?.map(|_| ()).map_err(|failure| failure.errno))
     }
@@ -274,7 +272,7 @@ impl DriverSource for NbdSource {
                     Some(flushed) => flushed,
                     None => {
                         // The IoThread has ended, or has left its connection because that was idle.
-                        shared.remove_pipe(number);
+                        shared.remove_client(number);
                         continue;
                     }
                 },

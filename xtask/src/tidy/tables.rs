@@ -46,7 +46,6 @@ pub(super) const UNSAFE_FILES: &[(&str, &str)] = &[
     ("crates/blockio/src/disk/file/lock.rs", "byte locks, which rustix does not have"),
     ("crates/disks/src/luks/memory.rs", "pages of keys, which core dumps leave out"),
     ("crates/disks/src/nbd/loaned_op.rs", "memory of an op that another thread carries out"),
-    ("crates/disks/src/nbd/pipe.rs", "ends the use of that memory before the op"),
     ("crates/disks/src/nbd/tests.rs", "a list of memory with a log of writes"),
     ("crates/disks/src/nbd/tests/slow.rs", "has a socket ignore what comes"),
     ("crates/disks/src/nbd/transport.rs", "sends and receives lists of memory"),

@@ -4,8 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::client::Client;
 use super::connect::Connected;
-use super::pipe::{Pipe, key_of};
 use super::requests::Requests;
 use super::shared::{Orphan, SharedExport};
 
@@ -47,15 +47,10 @@ impl AbandonedRequests {
 /// Reduces the ranges of a holder to `remaining`, and tries waiting requests again.
 pub(super) fn release_except(shared: &Arc<SharedExport>, holder: u64, remaining: Vec<Range<u64>>) {
     shared.held.replace(holder, remaining);
-    let key = key_of(shared);
-    shared.on_pipes(move |io| {
-        if let Some(pipe) = io.shared::<Pipe>(key) {
-            pipe.try_waiting();
-        }
-    });
+    Client::run_on_each(shared, |client| client.try_waiting());
 }
 
-impl Pipe {
+impl Client {
     /// Holds the changes that the server may still make for an abandoned link; `None` if there are
     /// none. To be called before the link is down.
     pub(super) fn abandon_link(&self, index: usize) -> Option<AbandonedRequests> {

@@ -78,10 +78,10 @@ impl Progress {
                 let at = self.place(request, offset, len)?;
                 Ok(Action::Zero { at, len })
             }
-            ReplyContent::Status { context: told, len, flags }
+            ReplyContent::Status { context: received, len, flags }
                 if request.command == Command::BlockStatus =>
             {
-                if Some(told) == context {
+                if Some(received) == context {
                     self.extent = Some(extent(len.min(request.len), flags)?);
                 }
                 Ok(Action::Nothing)

@@ -11,10 +11,10 @@ use blockio::driver::{Driver, ForeignOp, Request as Answer};
 use iomem::Buffers;
 
 use super::answer::Failure;
+use super::client::{Client, Ticket};
+use super::connection_task::{ConnectionChoice, Handle};
 use super::handshake::{Facts, can};
-use super::link::{ConnectionChoice, Handle};
 use super::loaned_op::{Borrower, LoanedMemory, decode};
-use super::pipe::{Pipe, Ticket, key_of};
 use super::requests::IssuedRequest;
 use super::wire::{Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Request};
 
@@ -55,7 +55,7 @@ pub(super) struct NbdDisk {
 /// A request that was started.
 enum Started {
     Local(Ticket, IssuedRequest),
-    /// Carried out by the IoThread that has the pipe with this number.
+    /// Carried out by the IoThread that has the client with this number.
     Remote(ForeignOp, u64, IssuedRequest),
 }
 
@@ -96,33 +96,29 @@ impl NbdDisk {
         let (reach, shared) = (self.reach.borrow(), &self.handle.shared);
         let other;
         let (number, remote) = match &*reach {
-            ConnectionChoice::Local(pipe) => {
-                other = if pipe.is_up() { None } else { shared.another_pipe(pipe.number) };
+            ConnectionChoice::Local(client) => {
+                other = if client.is_up() { None } else { shared.another_client(client.number) };
                 match &other {
                     Some((number, remote)) => (*number, remote),
-                    None => return Started::Local(pipe.ticket(made, buffers), made),
+                    None => return Started::Local(client.ticket(made, buffers), made),
                 }
             }
             ConnectionChoice::Remote(number, remote) => (*number, remote),
         };
-        let (lent, key) = (LoanedMemory::new(&buffers), key_of(shared));
+        let lent = LoanedMemory::new(&buffers);
         let (op, completer) = self.io.foreign_op(buffers);
         let borrower = Borrower::new(completer);
         // If that IoThread has ended, the call is dropped with its arguments.
-        remote.post(move |io| {
-            if let Some(pipe) = io.shared::<Pipe>(key) {
-                pipe.start_for(made, lent, borrower);
-            }
-        });
+        Client::run_on(remote, shared, move |client| client.start_for(made, lent, borrower));
         Started::Remote(op, number, made)
     }
 
-    /// Finds another way, because the IoThread of the pipe with this number has ended.
+    /// Finds another way, because the IoThread of the client with this number has ended.
     fn choose_again(&self, number: u64) {
         let shared = &self.handle.shared;
         let mut reach = self.reach.borrow_mut();
         if matches!(&*reach, ConnectionChoice::Remote(other, _) if *other == number) {
-            shared.remove_pipe(number);
+            shared.remove_client(number);
             *reach = ConnectionChoice::find(&self.io, shared);
         }
     }

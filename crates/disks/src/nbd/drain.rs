@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use blockio::driver::Interest;
 
 use super::abandoned::{AbandonedRequests, release_except};
-use super::flow::{Broken, Flow};
-use super::pipe::{Pipe, key_of};
+use super::channel::{Broken, Channel};
+use super::client::Client;
 use super::shared::{Orphan, SharedExport};
 use super::socket_source::Watched;
 
@@ -42,52 +42,47 @@ impl Broken {
 /// Starts a task that waits until the server has answered the changes of an abandoned connection,
 /// or has closed it. If answers cannot be read, only the close shows that the changes have ended.
 pub(super) fn drain(
-    pipe: &Rc<Pipe>,
-    flow: Flow,
+    client: &Rc<Client>,
+    channel: Channel,
     abandoned: AbandonedRequests,
     signal: DrainSignal,
 ) {
-    let connection = Some(AbandonedConnection { flow, abandoned, signal });
-    pipe.io.spawn(wait(DrainTask { pipe: Rc::clone(pipe), connection }));
+    let connection = Some(AbandonedConnection { channel, abandoned, signal });
+    client.io.spawn(wait(DrainTask { client: Rc::clone(client), connection }));
 }
 
 /// Passes that wait on to another IoThread, because this loop ends. Even if there is none, the
 /// server ends the connection, which is half closed.
 pub(super) fn hand_to_another(
-    pipe: &Pipe,
-    mut flow: Flow,
+    client: &Client,
+    mut channel: Channel,
     abandoned: AbandonedRequests,
     signal: DrainSignal,
 ) {
     let close_is_visible = signal != DrainSignal::Nothing;
     if close_is_visible {
-        flow.half_close();
+        channel.half_close();
     }
-    publish_orphan(&pipe.shared, abandoned.orphan(flow.into_connected(), close_is_visible));
+    publish_orphan(&client.shared, abandoned.orphan(channel.into_connected(), close_is_visible));
 }
 
 fn publish_orphan(shared: &Arc<SharedExport>, orphan: Orphan) {
     shared.put_orphan(orphan);
-    let key = key_of(shared);
-    shared.on_pipes(move |io| {
-        if let Some(pipe) = io.shared::<Pipe>(key) {
-            adopt_orphans(&pipe);
-        }
-    });
+    Client::run_on_each(shared, adopt_orphans);
 }
 
 /// Releases the changes of connections without a task, if the server has ended them.
 pub(super) fn release_closed_orphans(shared: &Arc<SharedExport>) {
     for Orphan { connected, close_is_visible, holder } in shared.take_orphans() {
-        let mut flow = Flow::new(0, connected);
-        let broken = flow.discard().err();
+        let mut channel = Channel::new(0, connected);
+        let broken = channel.discard().err();
         let Some(close_is_visible) = orphan_signal(broken, close_is_visible) else {
             release_except(shared, holder, Vec::new());
             continue;
         };
         publish_orphan(
             shared,
-            Orphan { connected: flow.into_connected(), close_is_visible, holder },
+            Orphan { connected: channel.into_connected(), close_is_visible, holder },
         );
     }
 }
@@ -103,95 +98,95 @@ fn orphan_signal(broken: Option<Broken>, close_is_visible: bool) -> Option<bool>
 }
 
 /// Takes over the waits of IoThreads that have ended.
-pub(super) fn adopt_orphans(pipe: &Rc<Pipe>) {
-    for orphan in pipe.shared.take_orphans() {
+pub(super) fn adopt_orphans(client: &Rc<Client>) {
+    for orphan in client.shared.take_orphans() {
         let signal =
             if orphan.close_is_visible { DrainSignal::Close } else { DrainSignal::Nothing };
         let (abandoned, connected) = AbandonedRequests::adopt(orphan);
-        drain(pipe, Flow::new(0, connected), abandoned, signal);
+        drain(client, Channel::new(0, connected), abandoned, signal);
     }
 }
 
 struct AbandonedConnection {
-    flow: Flow,
+    channel: Channel,
     abandoned: AbandonedRequests,
     signal: DrainSignal,
 }
 
 struct DrainTask {
-    pipe: Rc<Pipe>,
+    client: Rc<Client>,
     /// `None` once the wait has ended.
     connection: Option<AbandonedConnection>,
 }
 
 impl Drop for DrainTask {
     fn drop(&mut self) {
-        if let Some(AbandonedConnection { flow, abandoned, signal }) = self.connection.take() {
-            hand_to_another(&self.pipe, flow, abandoned, signal);
+        if let Some(AbandonedConnection { channel, abandoned, signal }) = self.connection.take() {
+            hand_to_another(&self.client, channel, abandoned, signal);
         }
     }
 }
 
 async fn wait(mut drain_task: DrainTask) {
-    let pipe = Rc::clone(&drain_task.pipe);
-    let task = pipe.io.current_task();
-    pipe.draining.borrow_mut().push(task);
+    let client = Rc::clone(&drain_task.client);
+    let task = client.io.current_task();
+    client.draining.borrow_mut().push(task);
     if let Some(connection) = &mut drain_task.connection {
-        connection.wait(&pipe).await;
+        connection.wait(&client).await;
     }
     if let Some(mut connection) = drain_task.connection.take() {
-        pipe.release_all(&mut connection.abandoned);
+        client.release_all(&mut connection.abandoned);
     }
-    pipe.draining.borrow_mut().retain(|other| *other != task);
+    client.draining.borrow_mut().retain(|other| *other != task);
 }
 
 impl AbandonedConnection {
     /// Waits for the answers or the end of the connection, or for the end of the disk.
-    async fn wait(&mut self, pipe: &Pipe) {
-        let Self { flow, abandoned, signal } = self;
+    async fn wait(&mut self, client: &Client) {
+        let Self { channel, abandoned, signal } = self;
         // A socket that cannot be watched is checked at each tick.
-        let incoming = Watched::new(&pipe.io, flow, Interest::Readable).ok();
+        let incoming = Watched::new(&client.io, channel, Interest::Readable).ok();
         if *signal == DrainSignal::Close {
-            flow.half_close();
+            channel.half_close();
         }
         let mut tick: Option<Instant> = None;
-        while !pipe.shared.is_over() {
-            let now = pipe.io.recently();
+        while !client.shared.is_over() {
+            let now = client.io.recently();
             if tick.is_none_or(|tick| tick <= now) {
-                flow.may_receive();
-                flow.may_send();
-                pipe.expire();
+                channel.may_receive();
+                channel.may_send();
+                client.expire();
                 tick = Some(now + TICK);
-                pipe.io.wake_me_at(now + TICK);
+                client.io.wake_me_at(now + TICK);
             }
             if incoming.as_ref().is_some_and(Watched::take) {
-                flow.may_receive();
+                channel.may_receive();
             }
             let requests = &mut abandoned.requests;
             let progress = match *signal {
                 DrainSignal::Answers => {
-                    flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared))
+                    channel.send(requests).and_then(|()| channel.receive(requests, &client.shared))
                 }
-                DrainSignal::Close => flow.discard(),
+                DrainSignal::Close => channel.discard(),
                 DrainSignal::Nothing => Ok(false),
             };
             match progress {
-                Ok(_) if *signal == DrainSignal::Answers && pipe.release_answered(abandoned) => {
+                Ok(_) if *signal == DrainSignal::Answers && client.release_answered(abandoned) => {
                     break;
                 }
-                Ok(true) => pipe.io.wake_me(),
+                Ok(true) => client.io.wake_me(),
                 Ok(false) => {}
                 Err(broken) => match broken.into_reason_and_signal().1 {
                     None => break,
                     Some(DrainSignal::Nothing) => *signal = DrainSignal::Nothing,
                     Some(DrainSignal::Answers | DrainSignal::Close) => {
                         *signal = DrainSignal::Close;
-                        flow.half_close();
-                        pipe.io.wake_me();
+                        channel.half_close();
+                        client.io.wake_me();
                     }
                 },
             }
-            pipe.io.suspend().await;
+            client.io.suspend().await;
         }
     }
 }

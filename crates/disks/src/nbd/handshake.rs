@@ -387,11 +387,11 @@ fn refused(what: &str, error: u32, text: &str) -> String {
         ERROR_SHUTDOWN => "it is shutting down",
         _ => "",
     };
-    let said = if text.is_empty() { String::new() } else { format!(" (its message: {text})") };
+    let quoted = if text.is_empty() { String::new() } else { format!(" (its message: {text})") };
     let number = error & !REPLY_IS_ERROR;
     match why {
-        "" => format!("the server rejected {what} with error {number}{said}"),
-        why => format!("the server rejected {what}: {why}{said}"),
+        "" => format!("the server rejected {what} with error {number}{quoted}"),
+        why => format!("the server rejected {what}: {why}{quoted}"),
     }
 }
 

@@ -8,6 +8,8 @@ use iomem::{Buffers, Memory};
 use libc::iovec;
 
 use super::answer::Failure;
+use super::client::Client;
+use super::requests::{IssuedRequest, Waiter};
 
 /// The memory of a foreign op, for another thread. It is valid until the op is completed.
 pub(super) struct LoanedMemory {
@@ -29,10 +31,23 @@ impl LoanedMemory {
     ///
     /// The list, and all lists that are made of it, must be gone when the op that owns the memory
     /// is completed.
-    pub(super) unsafe fn into_buffers(self) -> Buffers {
+    unsafe fn into_buffers(self) -> Buffers {
         // SAFETY: the slot of the foreign op keeps the ranges mapped until its completion, which
         // the caller makes last.
         unsafe { Buffers::from_raw_parts(self.ranges.into(), Memory::new(())) }
+    }
+}
+
+impl Client {
+    /// Starts a request of another IoThread, which waits for it.
+    pub(super) fn start_for(&self, made: IssuedRequest, lent: LoanedMemory, waiter: Borrower) {
+        // SAFETY: `finish` drops the list before it notifies the borrower. A slot that is dropped
+        // drops its list before its borrower. Lists made of it last no longer than a call of
+        // `client.rs` or `channel.rs`.
+        let buffers = unsafe { lent.into_buffers() };
+        let slot = self.begin(made, buffers, Waiter::Borrower(waiter));
+        self.assign_or_refuse(slot);
+        self.settle();
     }
 }
 

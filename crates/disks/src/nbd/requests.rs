@@ -42,8 +42,7 @@ pub(super) struct Requests {
     /// Requests without a connection.
     pub(super) waiting: VecDeque<u32>,
     pub(super) links: Vec<Link>,
-    /// Wakes and drops that are due when nothing is borrowed.
-    pub(super) done: Vec<Done>,
+    pub(super) deferred: Vec<Deferred>,
     serial: u32,
 }
 
@@ -116,7 +115,8 @@ pub(super) enum Waiter {
     Borrower(Borrower),
 }
 
-pub(super) enum Done {
+/// A step that is due when nothing is borrowed.
+pub(super) enum Deferred {
     Wake(Owner),
     Complete(Borrower, Result<Extent, Failure>),
     TurnAway(Borrower),
@@ -162,7 +162,7 @@ impl Requests {
 
     /// Discards the wakes and drops that are due.
     pub(super) fn forget_done(&mut self) {
-        self.done.clear();
+        self.deferred.clear();
     }
 
     /// Returns true if all requests have ended.
@@ -253,14 +253,14 @@ impl Requests {
             Waiter::Local(owner) => {
                 slot.state = State::Done(result);
                 slot.remote_op = None;
-                self.done.push(Done::Wake(owner));
+                self.deferred.push(Deferred::Wake(owner));
             }
             waiter => {
                 // The list is dropped before the owner of its memory is notified.
                 let buffers = self.release(number);
-                self.done.push(Done::Drop(buffers));
+                self.deferred.push(Deferred::Drop(buffers));
                 if let Waiter::Borrower(borrower) = waiter {
-                    self.done.push(Done::Complete(borrower, result));
+                    self.deferred.push(Deferred::Complete(borrower, result));
                 }
             }
         }
@@ -275,11 +275,11 @@ impl Requests {
                 Waiter::Local(owner) => {
                     slot.state = State::TurnedAway;
                     slot.remote_op = None;
-                    self.done.push(Done::Wake(owner));
+                    self.deferred.push(Deferred::Wake(owner));
                 }
                 Waiter::Borrower(borrower) => {
                     let buffers = self.release(number);
-                    self.done.extend([Done::Drop(buffers), Done::TurnAway(borrower)]);
+                    self.deferred.extend([Deferred::Drop(buffers), Deferred::TurnAway(borrower)]);
                 }
             }
         }

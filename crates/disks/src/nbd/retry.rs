@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use blockio::clock;
 
-use super::pipe::Pipe;
+use super::client::Client;
 use super::shared::{SharedExport, UnflushedChanges};
 
 /// The wait before the server is tried again. It doubles from the first to the second.
@@ -46,17 +46,17 @@ impl Retry {
         pause
     }
 
-    pub(super) fn record_failure(&mut self, pipe: &Pipe, why: &str) {
+    pub(super) fn record_failure(&mut self, client: &Client, why: &str) {
         let since = *self.since.get_or_insert_with(clock::now);
-        pipe.publish_condition(Some((since, why)));
+        client.publish_condition(Some((since, why)));
         if self.logged_reason != why
-            && let Some(left_out) = pipe.shared.permit_line(clock::now())
+            && let Some(left_out) = client.shared.permit_line(clock::now())
         {
             why.clone_into(&mut self.logged_reason);
             self.is_logged = true;
-            let _span = pipe.shared.span.enter();
-            let name = &pipe.shared.options;
-            match pipe.shared.another_pipe(pipe.number) {
+            let _span = client.shared.span.enter();
+            let name = &client.shared.options;
+            match client.shared.another_client(client.number) {
                 Some(_) => tracing::warn!(
                     left_out,
                     "{name} refuses the connection of an IoThread: {why}; its requests use \
@@ -72,13 +72,13 @@ impl Retry {
 
     /// Logs a broken connection. Repeated breaks get a line now and then, but a loss of data always
     /// does: it happens once.
-    pub(super) fn record_break(&mut self, pipe: &Pipe, ended: &Ended) {
-        let _span = pipe.shared.span.enter();
-        let name = &pipe.shared.options;
+    pub(super) fn record_break(&mut self, client: &Client, ended: &Ended) {
+        let _span = client.shared.span.enter();
+        let name = &client.shared.options;
         let Ended { why, again, held, .. } = ended;
         let since = *self.since.get_or_insert_with(clock::now);
-        pipe.publish_condition(Some((since, why)));
-        let permit = pipe.shared.permit_break(ended.was_useful, clock::now());
+        client.publish_condition(Some((since, why)));
+        let permit = client.shared.permit_break(ended.was_useful, clock::now());
         self.is_logged = permit.is_some();
         if let Some(left_out) = permit {
             tracing::warn!(
@@ -92,16 +92,16 @@ impl Retry {
                 );
             }
         }
-        log_unflushed(&pipe.shared, ended.unflushed, self.is_logged);
+        log_unflushed(&client.shared, ended.unflushed, self.is_logged);
     }
 
-    pub(super) fn record_return(&mut self, pipe: &Pipe) {
+    pub(super) fn record_return(&mut self, client: &Client) {
         self.logged_reason.clear();
         let is_logged = std::mem::take(&mut self.is_logged);
         if let Some(since) = self.since.take().filter(|_| is_logged) {
             let seconds = since.elapsed().as_secs();
-            let _span = pipe.shared.span.enter();
-            tracing::info!("{} is back after {seconds} s", pipe.shared.options);
+            let _span = client.shared.span.enter();
+            tracing::info!("{} is back after {seconds} s", client.shared.options);
         }
     }
 }

@@ -1,14 +1,13 @@
 //! The state of an NBD export that all IoThreads share.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use blockio::Remote;
 use blockio::disk::DiskState;
 use blockio::driver::{Line, RateLimit, StallLog};
 use blockio::executor::Lock;
-use blockio::{Io, Remote};
 use tracing::Span;
 
 use super::connect::{Connected, QuestionNumber};
@@ -53,27 +52,27 @@ struct State {
     /// Connections that no task drains since their IoThread has ended.
     orphans: Vec<Orphan>,
     /// The connections of each IoThread, and their condition.
-    pipes: BTreeMap<u64, (Remote, Condition)>,
-    /// The pipe for all IoThreads, if there may be one connection only.
+    clients: BTreeMap<u64, (Remote, Condition)>,
+    /// The client for all IoThreads, if there may be one connection only.
     home: Option<u64>,
-    next_pipe: u64,
+    next_client: u64,
     /// Limits for log lines about an unusable server, and about broken connections.
     log: RateLimit,
     breaks: RateLimit,
     /// The log lines about a server that does not answer.
     stall_log: StallLog,
-    /// Pipes that were late since the last of these lines, and have received no answer since.
+    /// Clients that were late since the last of these lines, and have received no answer since.
     unanswered: BTreeSet<u64>,
 }
 
-/// Broken connections get a line each, unless they break again and again.
+/// Broken connections get a line each, unless they keep breaking.
 const BREAKS_LOGGED: u32 = 20;
 
 impl State {
-    fn add_pipe(&mut self, remote: &Remote) -> u64 {
-        let number = self.next_pipe;
-        self.next_pipe += 1;
-        self.pipes.insert(number, (remote.clone(), Condition::Up(0)));
+    fn add_client(&mut self, remote: &Remote) -> u64 {
+        let number = self.next_client;
+        self.next_client += 1;
+        self.clients.insert(number, (remote.clone(), Condition::Up(0)));
         number
     }
 }
@@ -98,7 +97,7 @@ pub(super) struct Orphan {
     pub(super) holder: u64,
 }
 
-/// The place of the pipe for all IoThreads.
+/// The place of the client for all IoThreads.
 pub(super) enum Home {
     /// To be made here, with this number.
     Local(u64),
@@ -140,9 +139,9 @@ impl SharedExport {
             asked: QuestionNumber::default(),
             spare: Some(connected),
             orphans: Vec::new(),
-            pipes: BTreeMap::new(),
+            clients: BTreeMap::new(),
             home: None,
-            next_pipe: 0,
+            next_client: 0,
             log: RateLimit::default(),
             breaks: RateLimit::new(BREAKS_LOGGED),
             stall_log: StallLog::default(),
@@ -186,20 +185,20 @@ impl SharedExport {
         std::mem::take(&mut self.state.lock().orphans)
     }
 
-    /// Adds the pipe of an IoThread. Returns its number.
-    pub(super) fn add_pipe(&self, remote: &Remote) -> u64 {
-        self.state.lock().add_pipe(remote)
+    /// Adds the client of an IoThread. Returns its number.
+    pub(super) fn add_client(&self, remote: &Remote) -> u64 {
+        self.state.lock().add_client(remote)
     }
 
-    /// Returns the place of the pipe for all IoThreads. If there is none, the caller is to make it.
+    /// Returns the place of the client for all IoThreads. If there is none, the caller makes it.
     pub(super) fn home(&self, here: &Remote) -> Home {
         let mut state = self.state.lock();
         if let Some(number) = state.home
-            && let Some((remote, _)) = state.pipes.get(&number)
+            && let Some((remote, _)) = state.clients.get(&number)
         {
             return Home::Remote(number, remote.clone());
         }
-        let number = state.add_pipe(here);
+        let number = state.add_client(here);
         state.home = Some(number);
         Home::Local(number)
     }
@@ -213,23 +212,23 @@ impl SharedExport {
         self.facts.can(can::MULTI_CONN) && is_trusted
     }
 
-    /// Returns an IoThread that has connections, and the number of its pipe, for requests of
-    /// `pipe`, which has none.
-    pub(super) fn another_pipe(&self, pipe: u64) -> Option<(u64, Remote)> {
+    /// Returns an IoThread that has connections, and the number of its client, for requests of
+    /// `client`, which has none.
+    pub(super) fn another_client(&self, client: u64) -> Option<(u64, Remote)> {
         if !self.flushes_are_common() {
             return None;
         }
         let state = self.state.lock();
-        let mut others = state.pipes.iter().filter(|(number, _)| **number != pipe);
+        let mut others = state.clients.iter().filter(|(number, _)| **number != client);
         let (number, (remote, _)) = others.find(|(_, (_, condition))| condition.serves())?;
         Some((*number, remote.clone()))
     }
 
-    /// Returns the pipe for all IoThreads, and its IoThread.
+    /// Returns the client for all IoThreads, and its IoThread.
     pub(super) fn home_remote(&self) -> Option<(u64, Remote)> {
         let state = self.state.lock();
         let home = state.home?;
-        state.pipes.get(&home).map(|(remote, _)| (home, remote.clone()))
+        state.clients.get(&home).map(|(remote, _)| (home, remote.clone()))
     }
 
     /// The size that the server has reported last.
@@ -254,28 +253,22 @@ impl SharedExport {
         !self.flushes_are_common() && can_flush && !self.is_flushed()
     }
 
-    pub(super) fn set_condition(&self, pipe: u64, condition: Condition) {
-        if let Some((_, known)) = self.state.lock().pipes.get_mut(&pipe) {
+    pub(super) fn set_condition(&self, client: u64, condition: Condition) {
+        if let Some((_, known)) = self.state.lock().clients.get_mut(&client) {
             *known = condition;
         }
     }
 
-    pub(super) fn remove_pipe(&self, pipe: u64) {
+    pub(super) fn remove_client(&self, client: u64) {
         let mut state = self.state.lock();
-        state.pipes.remove(&pipe);
-        state.unanswered.remove(&pipe);
-        state.home = state.home.filter(|home| *home != pipe);
+        state.clients.remove(&client);
+        state.unanswered.remove(&client);
+        state.home = state.home.filter(|home| *home != client);
     }
 
-    /// Calls `wake` on each IoThread that has connections.
-    pub(super) fn on_pipes(&self, wake: impl Fn(&Rc<Io>) + Copy + Send + 'static) {
-        let pipes: Vec<Remote> = {
-            let state = self.state.lock();
-            state.pipes.values().map(|(remote, _)| remote.clone()).collect()
-        };
-        for remote in pipes {
-            remote.post(move |io| wake(io));
-        }
+    /// The IoThreads that have connections.
+    pub(super) fn remotes(&self) -> Vec<Remote> {
+        self.state.lock().clients.values().map(|(remote, _)| remote.clone()).collect()
     }
 
     pub(super) fn abandon(&self) {
@@ -370,7 +363,7 @@ impl SharedExport {
             return DiskState::Lost;
         }
         let (mut late, mut away, mut is_up) = (None, None, false);
-        for (_, condition) in self.state.lock().pipes.values() {
+        for (_, condition) in self.state.lock().clients.values() {
             is_up |= condition.serves();
             let (known, since) = match condition {
                 Condition::Up(_) => continue,
@@ -389,7 +382,7 @@ impl SharedExport {
 
     pub(super) fn remark(&self) -> String {
         let (mut connections, mut all_late, mut problem) = (0, 0, None);
-        for (_, condition) in self.state.lock().pipes.values() {
+        for (_, condition) in self.state.lock().clients.values() {
             match condition {
                 Condition::Up(links) => connections += links,
                 Condition::Late { up, late, .. } => {
@@ -409,30 +402,30 @@ impl SharedExport {
         }
     }
 
-    /// Called when a pipe has a connection, and no request that could be answered.
-    pub(super) fn forget_stall(&self, pipe: u64) {
-        self.state.lock().unanswered.remove(&pipe);
+    /// Called when a client has a connection, and no request that could be answered.
+    pub(super) fn forget_stall(&self, client: u64) {
+        self.state.lock().unanswered.remove(&client);
     }
 
     /// Returns the log line on a server that does not answer, for all connections of all IoThreads
-    /// together. It answers again when each late pipe has received an answer: a connection that
-    /// breaks leaves nothing late, and proves nothing. `was_answered`: this pipe received an answer
-    /// since its last check.
+    /// together. It answers again when each late client has received an answer: a connection that
+    /// breaks leaves nothing late, and proves nothing. `was_answered`: this client received an
+    /// answer since its last check.
     pub(super) fn check_stalled(
         &self,
-        pipe: u64,
+        client: u64,
         now: Instant,
         was_answered: bool,
     ) -> Option<Line> {
         let mut state = self.state.lock();
         if was_answered {
-            state.unanswered.remove(&pipe);
+            state.unanswered.remove(&client);
         }
         let since = |(number, (_, condition)): (&u64, &(Remote, Condition))| match condition {
             Condition::Late { since, .. } => Some((*number, *since)),
             _ => None,
         };
-        let late: Vec<(u64, Instant)> = state.pipes.iter().filter_map(since).collect();
+        let late: Vec<(u64, Instant)> = state.clients.iter().filter_map(since).collect();
         state.unanswered.extend(late.iter().map(|(number, _)| *number));
         if late.is_empty() && !state.unanswered.is_empty() {
             return None;

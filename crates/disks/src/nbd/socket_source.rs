@@ -9,7 +9,7 @@ use blockio::Io;
 use blockio::driver::Interest;
 use blockio::thread::{Armed, Source, SourceId};
 
-use super::flow::{Broken, Flow};
+use super::channel::{Broken, Channel};
 
 /// The loop's report on a socket.
 #[derive(Default)]
@@ -41,11 +41,11 @@ pub(super) struct Watched<'a> {
 }
 
 impl<'a> Watched<'a> {
-    pub(super) fn new(io: &'a Io, flow: &Flow, interest: Interest) -> Result<Self, Broken> {
+    pub(super) fn new(io: &'a Io, channel: &Channel, interest: Interest) -> Result<Self, Broken> {
         let cannot = |error: &dyn std::fmt::Display| {
             Broken::Unusable(format!("cannot watch its socket: {error}"))
         };
-        let socket = flow.socket().as_fd().try_clone_to_owned().map_err(|e| cannot(&e))?;
+        let socket = channel.socket().as_fd().try_clone_to_owned().map_err(|e| cannot(&e))?;
         let readiness = Rc::<Readiness>::default();
         let source: Rc<dyn Source> = Rc::<Readiness>::clone(&readiness);
         let added = io.add_socket(source, socket, interest);

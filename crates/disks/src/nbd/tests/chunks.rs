@@ -8,10 +8,10 @@ use blockio::{Disk, IoThread};
 use iomem::Buffers;
 
 use super::super::SILENCE;
+use super::super::channel::Channel;
+use super::super::client::Client;
 use super::super::connect::connect;
-use super::super::flow::Flow;
 use super::super::options::NbdOptions;
-use super::super::pipe::Pipe;
 use super::super::requests::{IssuedRequest, State};
 use super::super::shared::SharedExport;
 use super::super::wire::{Command, Request};
@@ -175,15 +175,15 @@ fn a_call_zeroes_a_mib_of_holes() {
     let (connected, _) = connect(&options).unwrap();
     let (of_disk, _) = connect(&options).unwrap();
     let shared = Arc::new(SharedExport::new(options, false, SILENCE, of_disk));
-    let pipe = Pipe::new(thread.io(), &shared, shared.add_pipe(&thread.io().remote()), 1);
-    pipe.link_is_up(0, &shared.facts);
+    let client = Client::new(thread.io(), &shared, shared.add_client(&thread.io().remote()), 1);
+    client.link_is_up(0, &shared.facts);
     let reads = Vec::from_iter((0..READS).map(|index| {
         let (offset, len) = (index * MIB as u64, MIB as u64);
         let request = Request { command: Command::Read, flags: 0, offset, len };
-        pipe.ticket(IssuedRequest::new(thread.io(), request), filled(0xee, MIB))
+        client.ticket(IssuedRequest::new(thread.io(), request), filled(0xee, MIB))
     }));
-    let mut flow = Flow::new(0, connected);
-    flow.send(&mut pipe.requests.borrow_mut()).unwrap();
+    let mut channel = Channel::new(0, connected);
+    channel.send(&mut client.requests.borrow_mut()).unwrap();
     while server.state().seen.len() < holds.1 {
         std::thread::yield_now();
     }
@@ -196,9 +196,9 @@ fn a_call_zeroes_a_mib_of_holes() {
     let has_ended = |state: &State| matches!(state, State::Done(Ok(_)));
     let mut ended = 0;
     while ended < reads.len() {
-        flow.may_receive();
-        flow.receive(&mut pipe.requests.borrow_mut(), &shared).unwrap();
-        let states = Vec::from_iter(pipe.requests.borrow().slots.iter().map(|slot| slot.state));
+        channel.may_receive();
+        channel.receive(&mut client.requests.borrow_mut(), &shared).unwrap();
+        let states = Vec::from_iter(client.requests.borrow().slots.iter().map(|slot| slot.state));
         let now = states.iter().filter(|state| has_ended(state)).count();
         assert!(now <= ended + 1, "{} MiB at once", now - ended);
         ended = now;

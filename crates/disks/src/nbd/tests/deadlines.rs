@@ -11,8 +11,8 @@ use blockio::{Disk, IoThread};
 
 use super::super::SILENCE;
 use super::super::connect::connect;
+use super::super::connection_task::Handle;
 use super::super::disk::NbdDisk;
-use super::super::link::Handle;
 use super::super::options::NbdOptions;
 use super::super::shared::SharedExport;
 use super::scripted::{FLUSH, READ, Server, WRITE};

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use blockio::driver::Driver as _;
 
+use super::super::client::Client;
 use super::super::connect::connect;
+use super::super::connection_task::Handle;
 use super::super::disk::NbdDisk;
-use super::super::link::Handle;
-use super::super::pipe::{Pipe, key_of};
 use super::super::requests::LARGE_BYTES;
 use super::super::shared::SharedExport;
 use super::scripted::{Event, READ, Server};
@@ -24,8 +24,8 @@ fn a_large_read_counts_from_its_request_to_its_answer_or_the_end_of_its_connecti
     let (thread, shared) = (new_thread(), Arc::new(shared));
     let handle = Arc::new(Handle { shared: Arc::clone(&shared) });
     let disk = Rc::new(NbdDisk::new(&handle, thread.io()));
-    let pipe = thread.io().shared::<Pipe>(key_of(&shared)).unwrap();
-    let count = || pipe.requests.borrow().links[0].large_reads;
+    let client = Client::find(thread.io(), &shared).unwrap();
+    let count = || client.requests.borrow().links[0].large_reads;
     let read = |bytes: u64| {
         let (disk, memory) = (Rc::clone(&disk), filled(0, usize::try_from(bytes).unwrap()));
         Running::start(thread.io(), async move {
@@ -54,5 +54,5 @@ fn a_large_read_counts_from_its_request_to_its_answer_or_the_end_of_its_connecti
         }
         assert_eq!(count(), 0, "a break: {breaks}");
     }
-    drop(pipe);
+    drop(client);
 }

@@ -9,8 +9,8 @@ use blockio::driver::DriverSource;
 use blockio::{DiskOptions, DiskSource, Error};
 
 use super::super::connect::connect;
+use super::super::connection_task::Handle;
 use super::super::handshake::can;
-use super::super::link::Handle;
 use super::super::shared::{Home, SharedExport};
 use super::super::{NbdSource, SILENCE, info};
 use super::scripted::{Event, FLUSH, Server};

@@ -15,7 +15,7 @@ use super::super::options::NbdOptions;
 use super::super::shared::SharedExport;
 use super::scripted::{Event, READ, Server, WRITE};
 use super::{DEADLINE, FLAGS, MIB, Running, filled, new_thread, open, read, wait_a_turn, wait_for};
-use crate::nbd::link::Handle;
+use crate::nbd::connection_task::Handle;
 
 const SILENCE: Duration = Duration::from_millis(300);
 

@@ -11,12 +11,12 @@ use blockio::testing::{remote_ops, set_recently};
 use iomem::Buffers;
 
 use super::super::answer::Failure;
+use super::super::channel::Channel;
+use super::super::client::Client;
 use super::super::connect::connect;
-use super::super::flow::Flow;
+use super::super::connection_task::check_not_less;
 use super::super::handshake::{Facts, can};
-use super::super::link::check_not_less;
 use super::super::options::NbdOptions;
-use super::super::pipe::Pipe;
 use super::super::requests::{IssuedRequest, State};
 use super::super::shared::{Condition, SharedExport};
 use super::super::wire::{Command, Framing, Request};
@@ -31,11 +31,11 @@ fn shared(server: &Server) -> Arc<SharedExport> {
 }
 
 /// The connections of an IoThread, which carry nothing.
-fn pipe_of(thread: &IoThread, shared: &Arc<SharedExport>, links: usize) -> Rc<Pipe> {
-    let number = shared.add_pipe(&thread.io().remote());
-    let pipe = Pipe::new(thread.io(), shared, number, links);
-    (0..links).for_each(|index| pipe.link_is_up(index, &shared.facts));
-    pipe
+fn client_of(thread: &IoThread, shared: &Arc<SharedExport>, links: usize) -> Rc<Client> {
+    let number = shared.add_client(&thread.io().remote());
+    let client = Client::new(thread.io(), shared, number, links);
+    (0..links).for_each(|index| client.link_is_up(index, &shared.facts));
+    client
 }
 
 /// A disk is used with the offer of the server from when it was opened.
@@ -115,40 +115,40 @@ fn requests_that_wait_end_by_deadline_by_loss_or_by_a_connection() {
     let options = NbdOptions { deadline: Some(deadline), ..server.options() };
     let shared = Arc::new(SharedExport::new(options, false, 20 * SECOND, connected));
     let thread = new_thread();
-    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let (client, io) = (client_of(&thread, &shared, 1), thread.io());
     let issue = |command| {
         let request = Request { command, flags: 0, offset: 0, len: 512 };
-        pipe.ticket(IssuedRequest::new(io, request), Buffers::aligned(512, 512))
+        client.ticket(IssuedRequest::new(io, request), Buffers::aligned(512, 512))
     };
-    let states = || Vec::from_iter(pipe.requests.borrow().slots.iter().map(|slot| slot.state));
+    let states = || Vec::from_iter(client.requests.borrow().slots.iter().map(|slot| slot.state));
     let begun = io.recently();
     let first = issue(Command::Write);
     assert_eq!(states(), [State::Queued(0)]);
-    assert_eq!(pipe.link_is_down(0), 1);
+    assert_eq!(client.link_is_down(0), 1);
     set_recently(io, begun + deadline / 2);
     let (second, dropped) = (issue(Command::Read), issue(Command::Read));
     assert_eq!(states(), [State::Waiting; 3]);
-    assert_eq!(pipe.oldest_waiting(), Some(begun));
+    assert_eq!(client.oldest_waiting(), Some(begun));
     drop(dropped);
     // The first request is past its deadline, and the connection is back.
     set_recently(io, begun + deadline);
-    pipe.link_is_up(0, &shared.facts);
+    client.link_is_up(0, &shared.facts);
     let late = Err(Failure { errno: libc::ETIMEDOUT, is_of_flush: false });
     assert_eq!(states(), [State::Done(late), State::Queued(0), State::Queued(0)]);
     assert_eq!(remote_ops(io), 2, "a request that has failed counts");
-    assert_eq!((pipe.oldest_waiting(), pipe.requests.borrow().waiting.len()), (None, 0));
+    assert_eq!((client.oldest_waiting(), client.requests.borrow().waiting.len()), (None, 0));
     assert_eq!(thread.block_on(first.wait()).unwrap().0, Some(late));
     // A slot that is free again is not in any line.
     set_recently(io, begun + deadline);
     let third = issue(Command::Write);
     assert_eq!(states()[0], State::Queued(0));
-    assert_eq!(pipe.link_is_down(0), 3);
-    pipe.fail(libc::EIO, Some(begun + deadline / 2));
+    assert_eq!(client.link_is_down(0), 3);
+    client.fail(libc::EIO, Some(begun + deadline / 2));
     let failed = Err(Failure { errno: libc::EIO, is_of_flush: false });
     assert_eq!(states(), [State::Waiting, State::Done(failed), State::Free]);
-    assert_eq!(pipe.requests.borrow().waiting, [0]);
+    assert_eq!(client.requests.borrow().waiting, [0]);
     assert_eq!(thread.block_on(second.wait()).unwrap().0, Some(failed));
-    pipe.fail(libc::EIO, None);
+    client.fail(libc::EIO, None);
     assert_eq!(thread.block_on(third.wait()).unwrap().0, Some(failed));
     assert_eq!(states(), [State::Free; 3]);
     assert_eq!(remote_ops(io), 0, "an op that has ended counts");
@@ -195,25 +195,25 @@ fn a_server_that_does_not_answer_is_late_until_each_connection_has_its_answers()
 fn an_answering_connection_does_not_hide_a_late_connection() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
-    let (pipe, io) = (pipe_of(&thread, &shared, 2), thread.io());
+    let (client, io) = (client_of(&thread, &shared, 2), thread.io());
     let begun = io.recently();
     let _flushes =
-        [(); 2].map(|()| pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty()));
+        [(); 2].map(|()| client.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty()));
     set_recently(io, begun + 5 * SECOND);
-    pipe.check_stalled(0, begun, false);
+    client.check_stalled(0, begun, false);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
-    pipe.check_stalled(1, begun, false);
+    client.check_stalled(1, begun, false);
     assert_eq!(shared.remark(), "connections: 2, late: 2");
-    pipe.requests.borrow_mut().finish(0, Ok(Extent::data(0)), &shared);
-    pipe.check_stalled(0, begun, true);
+    client.requests.borrow_mut().finish(0, Ok(Extent::data(0)), &shared);
+    client.check_stalled(0, begun, true);
     assert_eq!(shared.remark(), "connections: 2, late: 1");
     assert_eq!(shared.disk_state(), DiskState::Late(begun));
     // Neither does a connection that breaks.
-    assert_eq!(pipe.link_is_down(0), 0);
-    pipe.publish_condition(Some((begun, "it broke")));
+    assert_eq!(client.link_is_down(0), 0);
+    client.publish_condition(Some((begun, "it broke")));
     assert_eq!(shared.remark(), "connections: 1, late: 1");
-    pipe.requests.borrow_mut().finish(1, Ok(Extent::data(0)), &shared);
-    pipe.check_stalled(1, begun, true);
+    client.requests.borrow_mut().finish(1, Ok(Extent::data(0)), &shared);
+    client.check_stalled(1, begun, true);
     assert_eq!(shared.remark(), "connections: 1");
     assert_eq!(shared.disk_state(), DiskState::Ready);
 }
@@ -224,21 +224,21 @@ fn an_answering_connection_does_not_hide_a_late_connection() {
 fn an_answer_shows_at_the_next_check_alone() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
-    let pipe = pipe_of(&thread, &shared, 1);
-    let mut flow = Flow::new(0, connect(&server.options()).unwrap().0);
-    let answers = |flow: &mut Flow| (flow.take_answered(), flow.was_answered());
-    assert_eq!(answers(&mut flow), (false, false));
-    let flush = pipe.ticket(IssuedRequest::new(thread.io(), Request::FLUSH), Buffers::empty());
+    let client = client_of(&thread, &shared, 1);
+    let mut channel = Channel::new(0, connect(&server.options()).unwrap().0);
+    let answers = |channel: &mut Channel| (channel.take_answered(), channel.was_answered());
+    assert_eq!(answers(&mut channel), (false, false));
+    let flush = client.ticket(IssuedRequest::new(thread.io(), Request::FLUSH), Buffers::empty());
     let hopeless = Instant::now() + 60 * SECOND;
-    while flow.is_busy(&pipe.requests.borrow()) {
+    while channel.is_busy(&client.requests.borrow()) {
         assert!(Instant::now() < hopeless, "there is no answer");
-        let requests = &mut *pipe.requests.borrow_mut();
-        flow.send(requests).unwrap();
-        flow.may_receive();
-        flow.receive(requests, &shared).unwrap();
+        let requests = &mut *client.requests.borrow_mut();
+        channel.send(requests).unwrap();
+        channel.may_receive();
+        channel.receive(requests, &shared).unwrap();
     }
-    assert_eq!(answers(&mut flow), (true, true));
-    assert_eq!(answers(&mut flow), (false, true));
+    assert_eq!(answers(&mut channel), (true, true));
+    assert_eq!(answers(&mut channel), (false, true));
     drop(flush);
 }
 
@@ -248,12 +248,12 @@ fn an_answer_shows_at_the_next_check_alone() {
 fn a_server_without_a_connection_is_not_late() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
-    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let (client, io) = (client_of(&thread, &shared, 1), thread.io());
     let begun = io.recently();
-    let _flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
-    assert_eq!(pipe.link_is_down(0), 1);
+    let _flush = client.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
+    assert_eq!(client.link_is_down(0), 1);
     set_recently(io, begun + 60 * SECOND);
-    pipe.publish_condition(None);
+    client.publish_condition(None);
     assert_eq!(
         (shared.remark().as_str(), shared.disk_state()),
         ("connections: 0", DiskState::Ready)
@@ -266,18 +266,18 @@ fn a_server_without_a_connection_is_not_late() {
 fn a_server_that_is_back_is_not_late_with_resent_requests() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared) = (new_thread(), shared(&server));
-    let (pipe, io) = (pipe_of(&thread, &shared, 1), thread.io());
+    let (client, io) = (client_of(&thread, &shared, 1), thread.io());
     let begun = io.recently();
-    assert!(pipe.requests.borrow().are_idle());
-    let _flush = pipe.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
-    assert!(!pipe.requests.borrow().are_idle());
-    assert_eq!(pipe.link_is_down(0), 1);
+    assert!(client.requests.borrow().are_idle());
+    let _flush = client.ticket(IssuedRequest::new(io, Request::FLUSH), Buffers::empty());
+    assert!(!client.requests.borrow().are_idle());
+    assert_eq!(client.link_is_down(0), 1);
     let back = begun + 60 * SECOND;
     set_recently(io, back);
-    pipe.link_is_up(0, &shared.facts);
+    client.link_is_up(0, &shared.facts);
     for (seconds, state) in [(1, DiskState::Ready), (5, DiskState::Late(back))] {
         set_recently(io, back + seconds * SECOND);
-        pipe.check_stalled(0, back, false);
+        client.check_stalled(0, back, false);
         assert_eq!(shared.disk_state(), state, "after {seconds} s");
     }
 }
@@ -305,13 +305,13 @@ fn breaks_of_useful_connections_have_more_lines_than_breaks_of_useless_ones() {
 fn the_log_has_one_line_for_all_iothreads() {
     let server = Server::start(MIB, FLAGS);
     let (thread, shared, start) = (new_thread(), shared(&server), Instant::now());
-    let [one, two] = [(); 2].map(|()| shared.add_pipe(&thread.io().remote()));
-    let late = |pipe, second, up| {
+    let [one, two] = [(); 2].map(|()| shared.add_client(&thread.io().remote()));
+    let late = |client, second, up| {
         let since = start + second * SECOND;
-        shared.set_condition(pipe, Condition::Late { since, up, late: 1 });
+        shared.set_condition(client, Condition::Late { since, up, late: 1 });
     };
-    let look = |pipe, second, was_answered| {
-        shared.check_stalled(pipe, start + second * SECOND, was_answered)
+    let look = |client, second, was_answered| {
+        shared.check_stalled(client, start + second * SECOND, was_answered)
     };
     late(one, 1, 1);
     assert_eq!(look(one, 6, false), Some(Line::Waits(5 * SECOND)));
@@ -322,7 +322,7 @@ fn the_log_has_one_line_for_all_iothreads() {
     shared.set_condition(one, Condition::Away(start + 70 * SECOND, "it broke".into()));
     assert_eq!(look(one, 71, false), None, "the other one is late");
     assert_eq!(shared.remark(), "connections: 1, late: 1; some IoThreads have none: it broke");
-    let of_other = || shared.another_pipe(one).map(|(number, _)| number);
+    let of_other = || shared.another_client(one).map(|(number, _)| number);
     assert_eq!((of_other(), shared.disk_state()), (None, DiskState::Away(start + 70 * SECOND)));
     late(two, 0, 2);
     assert_eq!((of_other(), shared.disk_state()), (Some(two), DiskState::Late(start)));
@@ -332,9 +332,9 @@ fn the_log_has_one_line_for_all_iothreads() {
     assert_eq!(look(two, 74, true), None, "nothing was answered to the other one");
     assert_eq!(look(one, 75, true), Some(Line::Answers(74 * SECOND)));
     assert_eq!((look(one, 76, true), look(two, 77, false)), (None, None));
-    // A pipe whose requests have failed waits for nothing, and neither does a removed one.
+    // A client whose requests have failed waits for nothing, and neither does a removed one.
     let forgets: [fn(&SharedExport, u64); 2] =
-        [SharedExport::forget_stall, SharedExport::remove_pipe];
+        [SharedExport::forget_stall, SharedExport::remove_client];
     for forget in forgets {
         late(two, 80, 2);
         assert_eq!(look(two, 86, false), Some(Line::Waits(6 * SECOND)));

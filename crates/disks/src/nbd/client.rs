@@ -20,19 +20,18 @@ use std::time::Instant;
 
 use blockio::disk::Extent;
 use blockio::driver::{Owner, TaskRef};
-use blockio::{Io, clock};
+use blockio::{Io, Remote, clock};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
 use super::connect::QuestionNumber;
 use super::handshake::Facts;
-use super::loaned_op::{Borrower, LoanedMemory};
-use super::requests::{Done, IssuedRequest, Link, Requests, Slot, State, Waiter};
+use super::requests::{Deferred, IssuedRequest, Link, Requests, Slot, State, Waiter};
 use super::shared::SharedExport;
 use super::wire::{Command, Request};
 
 /// The connections of one IoThread to an export, with all requests that they carry.
-pub(super) struct Pipe {
+pub(super) struct Client {
     pub(super) io: Rc<Io>,
     pub(super) shared: Arc<SharedExport>,
     pub(super) number: u64,
@@ -43,15 +42,15 @@ pub(super) struct Pipe {
     pub(super) draining: RefCell<Vec<TaskRef>>,
 }
 
-impl Pipe {
-    /// Makes a pipe without connections yet, which is found by [`key_of`].
+impl Client {
+    /// Makes a client without connections yet, which [`run_on`](Self::run_on) finds.
     pub(super) fn new(
         io: &Rc<Io>,
         shared: &Arc<SharedExport>,
         number: u64,
         links: usize,
     ) -> Rc<Self> {
-        let pipe = Rc::new(Self {
+        let client = Rc::new(Self {
             io: Rc::clone(io),
             shared: Arc::clone(shared),
             number,
@@ -59,20 +58,36 @@ impl Pipe {
             serving: Cell::new(links),
             draining: RefCell::default(),
         });
-        pipe.requests.borrow_mut().links.resize_with(links, Link::default);
-        io.share(key_of(shared), &pipe);
-        pipe
+        client.requests.borrow_mut().links.resize_with(links, Link::default);
+        io.share(key(shared), &client);
+        client
     }
 
-    /// Starts a request of another IoThread, which waits for it.
-    pub(super) fn start_for(&self, made: IssuedRequest, lent: LoanedMemory, waiter: Borrower) {
-        // SAFETY: `finish` drops the list before it notifies the borrower. A slot that is dropped
-        // drops its list before its borrower. Lists made of it last no longer than a call of this
-        // module.
-        let buffers = unsafe { lent.into_buffers() };
-        let slot = self.begin(made, buffers, Waiter::Borrower(waiter));
-        self.assign_or_refuse(slot);
-        self.settle();
+    /// The client of an IoThread.
+    pub(super) fn find(io: &Rc<Io>, shared: &Arc<SharedExport>) -> Option<Rc<Self>> {
+        io.shared(key(shared))
+    }
+
+    /// Calls `act` on an IoThread, with its client. The call is dropped if it has none.
+    pub(super) fn run_on(
+        remote: &Remote,
+        shared: &Arc<SharedExport>,
+        act: impl FnOnce(&Rc<Self>) + Send + 'static,
+    ) {
+        let key = key(shared);
+        remote.post(move |io| {
+            if let Some(client) = io.shared(key) {
+                act(&client);
+            }
+        });
+    }
+
+    /// Calls `act` on each IoThread that has connections.
+    pub(super) fn run_on_each(
+        shared: &Arc<SharedExport>,
+        act: impl Fn(&Rc<Self>) + Copy + Send + 'static,
+    ) {
+        shared.remotes().iter().for_each(|remote| Self::run_on(remote, shared, act));
     }
 
     /// Starts a request at once; the ticket waits for its end.
@@ -84,7 +99,7 @@ impl Pipe {
         } else {
             self.assign(slot);
         }
-        Ticket { pipe: Rc::clone(self), slot: Some(slot) }
+        Ticket { client: Rc::clone(self), slot: Some(slot) }
     }
 
     fn refuses(&self, made: &IssuedRequest) -> Option<i32> {
@@ -108,7 +123,7 @@ impl Pipe {
         request.changed_range().is_some_and(|range| held.has(&range)) || !self.is_up()
     }
 
-    fn begin(&self, made: IssuedRequest, buffers: Buffers, waiter: Waiter) -> u32 {
+    pub(super) fn begin(&self, made: IssuedRequest, buffers: Buffers, waiter: Waiter) -> u32 {
         let mut requests = self.requests.borrow_mut();
         let slot = Slot {
             serial: requests.next_serial(),
@@ -131,7 +146,7 @@ impl Pipe {
 
     /// Assigns a waiting request, unless it is overdue, or cannot keep its promise. Returns false
     /// if it has failed.
-    fn assign_or_refuse(&self, slot: u32) -> bool {
+    pub(super) fn assign_or_refuse(&self, slot: u32) -> bool {
         let made = self.requests.borrow().slots[slot as usize].made;
         let refused = self.refuses(&made);
         match refused {
@@ -181,7 +196,7 @@ impl Pipe {
             return;
         }
         if !self.shared.is_abandoned() {
-            self.shared.remove_pipe(self.number);
+            self.shared.remove_client(self.number);
         }
         let borrowed = self.requests.try_borrow_mut().map(|mut requests| requests.take_borrowed());
         drop(borrowed);
@@ -194,7 +209,7 @@ impl Pipe {
 
     /// Turns waiting requests away, if another IoThread has a connection.
     pub(super) fn reroute_waiting(&self) {
-        if !self.is_up() && self.shared.another_pipe(self.number).is_some() {
+        if !self.is_up() && self.shared.another_client(self.number).is_some() {
             self.requests.borrow_mut().turn_away();
             self.settle();
         }
@@ -338,19 +353,19 @@ impl Pipe {
 
     /// Does the wakes and drops that are due, when nothing is borrowed.
     pub(super) fn settle(&self) {
-        let mut done = std::mem::take(&mut self.requests.borrow_mut().done);
-        for done in done.drain(..) {
-            match done {
-                Done::Wake(owner) => self.io.wake_owner(owner),
-                Done::Complete(borrower, result) => borrower.complete(result),
-                Done::TurnAway(borrower) => drop(borrower),
-                Done::Drop(buffers) => drop(buffers),
+        let mut all = std::mem::take(&mut self.requests.borrow_mut().deferred);
+        for deferred in all.drain(..) {
+            match deferred {
+                Deferred::Wake(owner) => self.io.wake_owner(owner),
+                Deferred::Complete(borrower, result) => borrower.complete(result),
+                Deferred::TurnAway(borrower) => drop(borrower),
+                Deferred::Drop(buffers) => drop(buffers),
             }
         }
         // The next call uses its storage again.
         let mut requests = self.requests.borrow_mut();
-        if requests.done.is_empty() {
-            requests.done = done;
+        if requests.deferred.is_empty() {
+            requests.deferred = all;
         }
     }
 }
@@ -365,34 +380,29 @@ pub(super) fn record_size(
 ) -> Option<u64> {
     let before = shared.swap_size(size_bytes, asked)?;
     if before < size_bytes {
-        let key = key_of(shared);
-        shared.on_pipes(move |io| {
-            if let Some(pipe) = io.shared::<Pipe>(key) {
-                pipe.wake_links();
-            }
-        });
+        Client::run_on_each(shared, |client| client.wake_links());
     }
     Some(before)
 }
 
-impl Drop for Pipe {
-    /// Removes the pipe: its loop may end before the disk is gone.
+impl Drop for Client {
+    /// Removes the client: its loop may end before the disk is gone.
     fn drop(&mut self) {
-        self.shared.remove_pipe(self.number);
+        self.shared.remove_client(self.number);
         if !std::thread::panicking() {
             self.requests.get_mut().assert_released();
         }
     }
 }
 
-/// The key under which an IoThread keeps its pipe.
-pub(super) fn key_of(shared: &Arc<SharedExport>) -> usize {
+/// The key under which an IoThread keeps its client.
+fn key(shared: &Arc<SharedExport>) -> usize {
     Arc::as_ptr(shared).addr()
 }
 
 /// Waits for a request to end. Dropping it cancels nothing.
 pub(super) struct Ticket {
-    pipe: Rc<Pipe>,
+    client: Rc<Client>,
     slot: Option<u32>,
 }
 
@@ -401,9 +411,9 @@ impl Ticket {
     pub(super) async fn wait(mut self) -> (Option<Result<Extent, Failure>>, Buffers) {
         poll_fn(|cx| {
             let Some(number) = self.slot else { return Poll::Pending };
-            let owner = self.pipe.io.owner(cx);
+            let owner = self.client.io.owner(cx);
             let (before, result) = {
-                let mut requests = self.pipe.requests.borrow_mut();
+                let mut requests = self.client.requests.borrow_mut();
                 let slot = &mut requests.slots[number as usize];
                 let ended = match slot.state {
                     State::Done(result) => Some(Some(result)),
@@ -428,7 +438,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(number) = self.slot else { return };
         let left = {
-            let mut requests = self.pipe.requests.borrow_mut();
+            let mut requests = self.client.requests.borrow_mut();
             let slot = &mut requests.slots[number as usize];
             let waiter = std::mem::replace(&mut slot.waiter, Waiter::None);
             let is_done = matches!(slot.state, State::Done(_) | State::TurnedAway);

@@ -66,7 +66,7 @@ impl Broken {
 }
 
 /// A connection, and the progress of each direction.
-pub(super) struct Flow {
+pub(super) struct Channel {
     index: usize,
     transport: Transport,
     facts: Facts,
@@ -99,7 +99,7 @@ struct Data {
     is_last: bool,
 }
 
-impl Flow {
+impl Channel {
     pub(super) fn new(index: usize, connected: Connected) -> Self {
         Self {
             index,

@@ -9,11 +9,11 @@ use blockio::driver::{Interest, Line, StallLog};
 use blockio::executor::Lock;
 use blockio::{Io, Remote, clock};
 
+use super::channel::{Broken, Channel};
+use super::client::{Client, record_size};
 use super::connect::{Connected, QuestionNumber, connect};
 use super::drain::{DrainSignal, TICK, adopt_orphans, drain, hand_to_another};
-use super::flow::{Broken, Flow};
 use super::handshake::{Facts, can};
-use super::pipe::{Pipe, key_of, record_size};
 use super::retry::{Ended, RETRY_MAX, RETRY_MIN, Retry, log_unflushed};
 use super::shared::{Condition, Home, SharedExport};
 use super::socket_source::Watched;
@@ -29,121 +29,127 @@ pub(super) fn start(
     shared: &Arc<SharedExport>,
     number: u64,
     links: usize,
-) -> Rc<Pipe> {
-    let pipe = Pipe::new(io, shared, number, links);
+) -> Rc<Client> {
+    let client = Client::new(io, shared, number, links);
     for index in 0..links {
-        io.spawn(serve_link(Service { pipe: Rc::clone(&pipe) }, index));
+        io.spawn(serve_link(Service { client: Rc::clone(&client) }, index));
     }
-    adopt_orphans(&pipe);
-    pipe
+    adopt_orphans(&client);
+    client
 }
 
 /// The task of a connection, which may end with its loop.
 struct Service {
-    pipe: Rc<Pipe>,
+    client: Rc<Client>,
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        self.pipe.on_link_ended();
+        self.client.on_link_ended();
     }
 }
 
 /// Serves requests over one connection after another, until the last user of the disk is gone.
 async fn serve_link(service: Service, index: usize) {
-    let pipe = Rc::clone(&service.pipe);
-    pipe.set_task(index);
+    let client = Rc::clone(&service.client);
+    client.set_task(index);
     let mut retry = Retry::new();
-    while !pipe.is_unneeded() {
-        let connected = match pipe.next_connection().await {
+    while !client.is_unneeded() {
+        let connected = match client.next_connection().await {
             Some(Ok(connected)) => connected,
             Some(Err(why)) => {
-                retry.record_failure(&pipe, &why);
-                pipe.pause(&mut retry).await;
+                retry.record_failure(&client, &why);
+                client.pause(&mut retry).await;
                 continue;
             }
             None => break,
         };
-        retry.record_return(&pipe);
+        retry.record_return(&client);
         let begun = clock::now();
-        let flow = Flow::new(index, connected);
-        pipe.link_is_up(index, flow.facts());
-        let mut lease = Lease { pipe: &pipe, index, flow: Some(flow) };
-        let carried = match &mut lease.flow {
-            Some(flow) => carry(&pipe, index, flow).await,
+        let channel = Channel::new(index, connected);
+        client.link_is_up(index, channel.facts());
+        let mut lease = Lease { client: &client, index, channel: Some(channel) };
+        let carried = match &mut lease.channel {
+            Some(channel) => carry(&client, index, channel).await,
             None => Ok(()),
         };
-        let Some(flow) = lease.flow.take() else { break };
-        if carried.is_ok() && !pipe.shared.is_over() {
+        let Some(channel) = lease.channel.take() else { break };
+        if carried.is_ok() && !client.shared.is_over() {
             // The next connection knows the present size of the export.
-            pipe.link_is_down(index);
+            client.link_is_down(index);
             // Otherwise other IoThreads would send their requests here, and get them back.
-            pipe.publish_condition(None);
+            client.publish_condition(None);
             // While an export grows, each new connection knows a larger size.
             if clock::now().saturating_duration_since(begun) < RETRY_MAX {
                 retry.wait = retry.wait.min(REPLACE_MAX);
-                pipe.pause(&mut retry).await;
+                client.pause(&mut retry).await;
             } else {
                 retry.wait = RETRY_MIN;
             }
             continue;
         }
-        let ended = end_connection(&pipe, index, flow, carried.err());
-        if pipe.is_unneeded() {
+        let ended = end_connection(&client, index, channel, carried.err());
+        if client.is_unneeded() {
             break;
         }
         if ended.was_useful {
             retry.wait = RETRY_MIN;
         }
-        retry.record_break(&pipe, &ended);
-        pipe.pause(&mut retry).await;
+        retry.record_break(&client, &ended);
+        client.pause(&mut retry).await;
     }
-    pipe.fail(libc::EIO, None);
+    client.fail(libc::EIO, None);
 }
 
 /// A connection in use. If its loop ends before the disk is gone, the next IoThread has it: the
 /// server may allow no second one. A connection with requests is abandoned.
 struct Lease<'a> {
-    pipe: &'a Pipe,
+    client: &'a Client,
     index: usize,
-    flow: Option<Flow>,
+    channel: Option<Channel>,
 }
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        let Some(flow) = self.flow.take() else { return };
-        let (pipe, shared) = (self.pipe, &self.pipe.shared);
-        let Ok(is_idle) = pipe.requests.try_borrow().map(|requests| flow.is_idle(&requests)) else {
+        let Some(channel) = self.channel.take() else { return };
+        let (client, shared) = (self.client, &self.client.shared);
+        let Ok(is_idle) = client.requests.try_borrow().map(|requests| channel.is_idle(&requests))
+        else {
             return;
         };
         if !is_idle && !shared.is_over() {
             log_unflushed(shared, shared.on_break(), true);
-            if let Some(abandoned) = pipe.abandon_link(self.index) {
-                hand_to_another(pipe, flow, abandoned, DrainSignal::Close);
+            if let Some(abandoned) = client.abandon_link(self.index) {
+                hand_to_another(client, channel, abandoned, DrainSignal::Close);
             }
-        } else if !pipe.is_unneeded() {
-            shared.put_spare(flow.into_connected());
+        } else if !client.is_unneeded() {
+            shared.put_spare(channel.into_connected());
         }
     }
 }
 
 /// Takes the requests from a connection that can no longer be used. A task of its own waits for the
 /// changes that the server may still make.
-fn end_connection(pipe: &Rc<Pipe>, index: usize, flow: Flow, broken: Option<Broken>) -> Ended {
-    let was_useful = flow.was_answered();
+fn end_connection(
+    client: &Rc<Client>,
+    index: usize,
+    channel: Channel,
+    broken: Option<Broken>,
+) -> Ended {
+    let was_useful = channel.was_answered();
     // Before requests go to other connections: some are refused now, or have to wait.
-    let unflushed = pipe.shared.on_break();
+    let unflushed = client.shared.on_break();
     let (why, signal) = broken.map_or((String::new(), None), Broken::into_reason_and_signal);
-    let left = signal.and_then(|signal| Some((signal, pipe.abandon_link(index)?)));
+    let left = signal.and_then(|signal| Some((signal, client.abandon_link(index)?)));
     let held = left.as_ref().map_or(0, |(_, abandoned)| abandoned.changes());
     if let Some((signal, abandoned)) = left {
-        drain(pipe, flow, abandoned, signal);
+        drain(client, channel, abandoned, signal);
     }
-    let again = pipe.link_is_down(index);
+    let again = client.link_is_down(index);
     Ended { why, was_useful, unflushed, again, held }
 }
 
-impl Pipe {
+impl Client {
     /// The longest time of a request.
     pub(super) fn deadline(&self) -> Option<Duration> {
         let late = self.is_unneeded().then_some(StallLog::LATE);
@@ -172,7 +178,7 @@ impl Pipe {
             let made = made.and_then(|(made, asked)| check(&shared, made, asked));
             let made = match made {
                 Ok(unneeded) if shared.is_over() => {
-                    Flow::new(0, unneeded).send_disconnect();
+                    Channel::new(0, unneeded).send_disconnect();
                     return;
                 }
                 made => made,
@@ -249,61 +255,62 @@ pub(super) fn check_not_less(shared: &SharedExport, now: &Facts) -> Result<(), S
 }
 
 /// Carries requests until the connection breaks, or is not needed.
-async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Broken> {
-    let io = &*pipe.io;
-    let incoming = Watched::new(io, flow, Interest::Readable)?;
+async fn carry(client: &Rc<Client>, index: usize, channel: &mut Channel) -> Result<(), Broken> {
+    let io = &*client.io;
+    let incoming = Watched::new(io, channel, Interest::Readable)?;
     // Only while the socket has no room: otherwise each byte that leaves it would be announced.
     let mut room: Option<Watched<'_>> = None;
     let (begun, mut tick) = (io.recently(), None);
     loop {
-        if pipe.shared.is_abandoned() {
-            pipe.fail(libc::EIO, None);
+        if client.shared.is_abandoned() {
+            client.fail(libc::EIO, None);
         }
         if incoming.take() {
-            flow.may_receive();
+            channel.may_receive();
         }
         if room.as_ref().is_some_and(Watched::take) {
-            flow.may_send();
+            channel.may_send();
             room = None;
         }
         let is_check_due = tick.is_some_and(|tick| tick <= io.recently());
         if is_check_due {
             tick = None;
             // The end of a stream that comes with data is announced only once, with the data.
-            flow.may_receive();
-            check_silence(pipe, flow)?;
-            pipe.expire();
+            channel.may_receive();
+            check_silence(client, channel)?;
+            client.expire();
         }
         let (progress, is_busy) = {
-            let requests = &mut *pipe.requests.borrow_mut();
-            let progress = flow.send(requests).and_then(|()| flow.receive(requests, &pipe.shared));
+            let requests = &mut *client.requests.borrow_mut();
+            let progress =
+                channel.send(requests).and_then(|()| channel.receive(requests, &client.shared));
             // An answer may have queued a flush.
-            let progress = progress.and_then(|has_more| flow.send(requests).map(|()| has_more));
-            (progress, flow.is_busy(requests))
+            let progress = progress.and_then(|has_more| channel.send(requests).map(|()| has_more));
+            (progress, channel.is_busy(requests))
         };
-        pipe.settle();
+        client.settle();
         if progress? {
             io.wake_me();
         }
         if is_check_due {
             // An answer that came while this thread did not run is neither late nor overdue.
-            check_deadline(pipe, index)?;
-            pipe.check_stalled(index, begun, flow.take_answered());
+            check_deadline(client, index)?;
+            client.check_stalled(index, begun, channel.take_answered());
         }
-        if !is_busy && pipe.shared.is_over() {
-            flow.send_disconnect();
+        if !is_busy && client.shared.is_over() {
+            channel.send_disconnect();
             return Ok(());
         }
-        if pipe.is_retiring(index) && !is_busy {
-            if retire(pipe, index, flow) {
+        if client.is_retiring(index) && !is_busy {
+            if retire(client, index, channel) {
                 return Ok(());
             }
             continue;
         }
-        if flow.is_full() && room.is_none() {
-            room = Some(Watched::new(io, flow, Interest::Writable)?);
+        if channel.is_full() && room.is_none() {
+            room = Some(Watched::new(io, channel, Interest::Writable)?);
         }
-        if tick.is_none() && (is_busy || pipe.oldest_waiting().is_some()) {
+        if tick.is_none() && (is_busy || client.oldest_waiting().is_some()) {
             let when = io.recently() + TICK;
             io.wake_me_at(when);
             tick = Some(when);
@@ -314,19 +321,21 @@ async fn carry(pipe: &Rc<Pipe>, index: usize, flow: &mut Flow) -> Result<(), Bro
 
 /// Ends a connection that knows only a smaller size of the export, as if it had never been. Returns
 /// false if it has to flush first.
-fn retire(pipe: &Pipe, index: usize, flow: &mut Flow) -> bool {
-    if pipe.shared.needs_own_flush() {
-        pipe.flush_link(index);
+fn retire(client: &Client, index: usize, channel: &mut Channel) -> bool {
+    if client.shared.needs_own_flush() {
+        client.flush_link(index);
         return false;
     }
-    flow.send_disconnect();
+    channel.send_disconnect();
     true
 }
 
 /// Breaks a connection if its oldest request is overdue.
-fn check_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
-    let Some((since, deadline)) = pipe.oldest_of(index).zip(pipe.deadline()) else { return Ok(()) };
-    let age = pipe.io.recently().saturating_duration_since(since);
+fn check_deadline(client: &Client, index: usize) -> Result<(), Broken> {
+    let Some((since, deadline)) = client.oldest_of(index).zip(client.deadline()) else {
+        return Ok(());
+    };
+    let age = client.io.recently().saturating_duration_since(since);
     if age < deadline {
         return Ok(());
     }
@@ -334,8 +343,8 @@ fn check_deadline(pipe: &Pipe, index: usize) -> Result<(), Broken> {
 }
 
 /// Breaks a connection if the server's machine is silent.
-fn check_silence(pipe: &Pipe, flow: &Flow) -> Result<(), Broken> {
-    match TcpHealth::read(flow.socket()).filter(|pulse| pulse.is_silent(pipe.shared.silence)) {
+fn check_silence(client: &Client, channel: &Channel) -> Result<(), Broken> {
+    match TcpHealth::read(channel.socket()).filter(|pulse| pulse.is_silent(client.shared.silence)) {
         Some(pulse) => {
             let seconds = pulse.quiet_for.as_secs();
             Err(Broken::Silent(format!("the server's machine has been silent for {seconds} s")))
@@ -352,12 +361,7 @@ pub(super) struct Handle {
 impl Handle {
     /// Wakes all connections, which then check the state of the disk.
     pub(super) fn wake(&self) {
-        let key = key_of(&self.shared);
-        self.shared.on_pipes(move |io| {
-            if let Some(pipe) = io.shared::<Pipe>(key) {
-                pipe.wake_links();
-            }
-        });
+        Client::run_on_each(&self.shared, |client| client.wake_links());
     }
 }
 
@@ -365,7 +369,7 @@ impl Drop for Handle {
     fn drop(&mut self) {
         self.shared.end();
         if let Some(unused) = self.shared.take_spare() {
-            Flow::new(0, unused).send_disconnect();
+            Channel::new(0, unused).send_disconnect();
         }
         self.wake();
     }
@@ -373,19 +377,19 @@ impl Drop for Handle {
 
 /// The place of the connections that an IoThread uses.
 pub(super) enum ConnectionChoice {
-    Local(Rc<Pipe>),
-    /// On the IoThread that has the pipe with this number.
+    Local(Rc<Client>),
+    /// On the IoThread that has the client with this number.
     Remote(u64, Remote),
 }
 
 impl ConnectionChoice {
     /// Finds existing connections, or makes new ones, as far as the server allows that.
     pub(super) fn find(io: &Rc<Io>, shared: &Arc<SharedExport>) -> Self {
-        if let Some(pipe) = io.shared::<Pipe>(key_of(shared)) {
-            return Self::Local(pipe);
+        if let Some(client) = Client::find(io, shared) {
+            return Self::Local(client);
         }
         let (number, links) = if shared.flushes_are_common() {
-            (shared.add_pipe(&io.remote()), shared.options.connections.max(1) as usize)
+            (shared.add_client(&io.remote()), shared.options.connections.max(1) as usize)
         } else {
             match shared.home(&io.remote()) {
                 Home::Local(number) => (number, 1),
@@ -396,7 +400,7 @@ impl ConnectionChoice {
     }
 }
 
-impl Pipe {
+impl Client {
     /// Publishes the condition of the connections.
     pub(super) fn publish_condition(&self, why: Option<(Instant, &str)>) {
         let now = self.io.recently();
