@@ -4,7 +4,23 @@
 //! It is a real driver: it negotiates features, shares its memory with the server, fills
 //! virtqueues, kicks only when the server asks for it and sleeps on the call eventfds. No single
 //! I/O allocates memory or makes a system call; kicks and sleeps cost one per batch. [`run()`] is
-//! the command, [`measure`] the same without printing.
+//! the command, [`measure`] the same without printing. It can drive a file without a server, too:
+//!
+//! ```
+//! use clap::{Args, Command, FromArgMatches};
+//! use ringhaul_bench::{BenchArgs, measure};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let file = tempfile::NamedTempFile::new()?;
+//! # file.as_file().set_len(1 << 20)?;
+//! # let path = file.path().to_str().ok_or("not UTF-8")?;
+//! let words = ["bench", "--filename", path, "--rw", "randread", "--number_ios", "64"];
+//! let command = BenchArgs::augment_args(Command::new("bench"));
+//! let report = measure(&BenchArgs::from_arg_matches(&command.get_matches_from(words))?)?;
+//! assert!(!report.failed());
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! # Reading guide
 //!

@@ -2,8 +2,27 @@
 //! driver, served by IoThreads.
 //!
 //! [`Device`] works on a memory map, rings and eventfds. It has no socket, no command line and no
-//! log of its own. A VMM runs it with an IoThread of its own process (see `examples/embed.rs`) and
-//! receives failures through [`Events`].
+//! log of its own. A VMM runs it with an IoThread of its own process and receives failures through
+//! [`Events`]. The device offers its features and its configuration space before it has a queue:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use blockio::{DiskOptions, DiskSource};
+//! use device::blk::config::{BlkOptions, F_VERSION_1};
+//! use device::{Device, LogEvents};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let disk = DiskSource::null(8 << 20, &DiskOptions::default())?;
+//! let device = Device::blk(disk, BlkOptions::default(), Arc::new(LogEvents::new("disk")));
+//! assert!(device.features() & 1 << F_VERSION_1 != 0);
+//! let sectors: u64 = (8 << 20) / 512;
+//! assert_eq!(device.read_config(0, 8), sectors.to_le_bytes());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `examples/embed.rs` continues with the memory, a queue and an IoThread.
 //!
 //! Where other processes may truncate the files of guest memory, the VMM calls
 //! [`virtqueue::install_sigbus_handler`]. Where the size of files is limited, it ignores SIGXFSZ.

@@ -1,7 +1,22 @@
 //! Ringhaul serves disks to virtual machines.
 //!
 //! The daemon, as a library for its program, the crate `ringhaul-cli`, and for tests. A VMM that
-//! wants a device in its own process embeds the crate `device` alone.
+//! wants a device in its own process embeds the crate `device` alone. Programs that send requests
+//! to the daemon find their form in a schema, and an export in [`spec::ExportSpec`]:
+//!
+//! ```
+//! use ringhaul::control_socket::schema;
+//! use ringhaul::spec::ExportSpec;
+//!
+//! # fn main() -> Result<(), serde_json::Error> {
+//! let export: ExportSpec = serde_json::from_str(
+//!     r#"{"name": "vm1", "endpoint": {"path": "/run/vm1.sock"}, "device": {"blk": "/vm1.raw"}}"#,
+//! )?;
+//! assert_eq!(export.name(), "vm1");
+//! assert!(schema()["methods"]["export.add"].is_object());
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod control;
 pub mod control_socket;
