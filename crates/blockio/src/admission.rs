@@ -729,7 +729,7 @@ mod tests {
     }
 
     #[test]
-    fn ops_wait_for_their_own_disk_and_go_on_in_order() {
+    fn ops_wait_for_their_own_disk_and_continue_in_order() {
         let mut bench = Bench::new(EngineKind::Aio, 64);
         let (hung, well) = (bench.attach(None), bench.attach(None));
         bench.fill(hung);

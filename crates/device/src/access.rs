@@ -538,7 +538,7 @@ mod tests {
         future.poll(&mut Context::from_waker(Waker::noop()))
     }
 
-    /// A fenced host that is no initiator would go on to write.
+    /// A fenced host that is no initiator would still write.
     #[test]
     fn a_reservation_holds_for_devices_that_are_no_initiators() {
         let folder = tempfile::tempdir().unwrap();

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_goes_on_with_the_device_of_another_process() {
+    fn a_driver_continues_with_the_device_of_another_process() {
         let wanted = 1 << config::F_CONFIG_WCE | 1 << config::F_FLUSH;
         let before = device();
         before.set_features(wanted).unwrap();
@@ -354,7 +354,7 @@ mod tests {
             scene.events.take()
         };
         // At the second start, this process has stopped the queue.
-        assert_eq!(heard(false, 7, false), ["queue 0 goes on at 7"]);
+        assert_eq!(heard(false, 7, false), ["queue 0 continues at 7"]);
         assert!(heard(false, 0, false).is_empty());
         assert!(heard(true, 7, false).is_empty());
         assert!(heard(false, 7, true).is_empty(), "another process has stopped it");

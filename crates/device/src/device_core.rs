@@ -130,7 +130,7 @@ impl DeviceCore {
         *self.earlier.lock() += totals;
     }
 
-    /// Counters of all queues together, those of earlier processes included.
+    /// Counters of all queues together, including earlier processes.
     pub(crate) fn totals(&self) -> RequestTotals {
         let mut totals = *self.earlier.lock();
         self.stats.lock().values().for_each(|stats| totals += stats.totals());

@@ -85,7 +85,7 @@ impl ErrorCause {
     ];
 
     /// The cause of an error that a disk has returned.
-    pub(crate) fn of_disk(error: &std::io::Error) -> Self {
+    pub(crate) fn from_disk_error(error: &std::io::Error) -> Self {
         match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace,
             // The range is misaligned or beyond the end.
@@ -125,7 +125,7 @@ impl KindStats {
 #[derive(Debug, Default)]
 pub struct QueueStats {
     kinds: [KindStats; RequestKind::ALL.len()],
-    /// The most unanswered requests, including those that the device had not popped.
+    /// The most unanswered requests, including requests that the device had not popped.
     pub depth_peak: Peak,
     /// Kicks that the loop has received.
     pub kicks: Counter,
@@ -304,11 +304,11 @@ mod tests {
             (libc::ETIMEDOUT, ErrorCause::Disk),
         ] {
             let error = std::io::Error::from_raw_os_error(errno);
-            assert_eq!(ErrorCause::of_disk(&error), expected, "{error}");
+            assert_eq!(ErrorCause::from_disk_error(&error), expected, "{error}");
         }
-        assert_eq!(ErrorCause::of_disk(&std::io::Error::other("text")), ErrorCause::Disk);
+        assert_eq!(ErrorCause::from_disk_error(&std::io::Error::other("text")), ErrorCause::Disk);
         let stops = std::io::Error::new(std::io::ErrorKind::ResourceBusy, "text");
-        assert_eq!(ErrorCause::of_disk(&stops), ErrorCause::Unavailable);
+        assert_eq!(ErrorCause::from_disk_error(&stops), ErrorCause::Unavailable);
     }
 
     #[test]

@@ -79,7 +79,7 @@ impl Events for EventLines {
     }
 
     fn queue_continued(&self, queue: u16, next_avail: u16) {
-        self.add(format!("queue {queue} goes on at {next_avail}"));
+        self.add(format!("queue {queue} continues at {next_avail}"));
     }
 
     fn requests_held(&self, unit: UnitAddress) {

@@ -269,7 +269,7 @@ fn parts_are_disks_of_their_own_and_all_of_a_disk_is_that_disk() {
 /// up.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn requests_wait_for_an_end_that_is_away_until_it_is_given_up() {
+fn requests_wait_for_an_end_that_is_away_until_it_is_abandoned() {
     for gives_up in [false, true] {
         let end = elsewhere(MIB);
         let source = DiskSource::raw(end.clone().source(), 0, None).unwrap();

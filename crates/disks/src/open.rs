@@ -1,13 +1,13 @@
 //! Opens a disk by its name: the layers from the bottom up, with their keys and backing files.
 
 mod cancellation;
-pub mod for_other;
 #[cfg(feature = "qcow2")]
 mod image;
 mod image_file;
 pub mod inherit;
 #[cfg(feature = "luks")]
 mod luks;
+pub mod passed_files;
 
 use std::path::Path;
 

@@ -7,8 +7,8 @@
 //! names a file with it.
 //!
 //! To add a kind: a variant in `data.rs`, its keys in `grammar.rs`, its files and servers in
-//! `places.rs`, which the sandbox admits, and its opening in `open.rs`. `open/for_other.rs` opens
-//! its files for a daemon that may not open them itself.
+//! `places.rs`, which the sandbox admits, and its opening in `open.rs`. `open/passed_files.rs`
+//! opens its files for a daemon that may not open them itself.
 //! docs/guide/disks.md lists kinds and keys, which a test compares, and docs/reference/control.md
 //! the form as a table.
 
@@ -82,7 +82,7 @@ mod tests {
 
     use super::*;
 
-    fn of_json(text: &str) -> Result<DiskSpec, String> {
+    fn parse_json(text: &str) -> Result<DiskSpec, String> {
         serde_json::from_str(text).map_err(|error| error.to_string())
     }
 
@@ -146,10 +146,10 @@ mod tests {
             ),
         ] {
             assert_eq!(serde_json::to_string(&disk).unwrap(), json);
-            assert_eq!(of_json(json).unwrap(), disk);
-            assert_eq!(of_json(&format!("{text:?}")).unwrap(), disk);
+            assert_eq!(parse_json(json).unwrap(), disk);
+            assert_eq!(parse_json(&format!("{text:?}")).unwrap(), disk);
         }
-        let nested = of_json(r#"{"raw": {"over": "null:1M"}}"#).unwrap();
+        let nested = parse_json(r#"{"raw": {"over": "null:1M"}}"#).unwrap();
         assert_eq!(nested, DiskSpec::parse("raw,over=null:1M").unwrap());
     }
 
@@ -171,7 +171,7 @@ mod tests {
             (r#""nbd:user:hidden@host""#, "it is not a URI"),
             ("7", "a disk: a text such as"),
         ] {
-            let error = of_json(json).unwrap_err();
+            let error = parse_json(json).unwrap_err();
             assert!(error.contains(expected) && !error.contains("hidden"), "{error}");
         }
     }

@@ -141,10 +141,10 @@ pub(crate) fn info(args: &InfoArgs) -> Result<ExitCode> {
 impl Info {
     fn read(disk: &DiskArgs, token: &CancelToken) -> Result<Self> {
         let (disk, open) = disk.open_with(true, true, token)?;
-        token.while_reading(&open.source, || Ok(Self::of(disk, &open)))
+        token.while_reading(&open.source, || Ok(Self::new(disk, &open)))
     }
 
-    fn of(disk: DiskSpec, open: &OpenDisk) -> Self {
+    fn new(disk: DiskSpec, open: &OpenDisk) -> Self {
         let (source, info) = (&open.source, open.source.info());
         let (engine, engine_reason) = match source.has_engine() {
             true => {
@@ -244,7 +244,7 @@ mod tests {
 
     use super::*;
 
-    fn of(name: &str) -> Result<Info> {
+    fn read(name: &str) -> Result<Info> {
         let args = DiskArgs { disk: name.to_owned(), cache: None };
         Info::read(&args, &CancelToken::default())
     }
@@ -256,7 +256,7 @@ mod tests {
         let path = file.path().display().to_string();
         let args = DiskArgs { disk: path.clone(), cache: None };
         let _in_use = args.open(false, false).unwrap();
-        let info = of(&format!("raw,offset=1M,over={path}")).unwrap();
+        let info = read(&format!("raw,offset=1M,over={path}")).unwrap();
         assert_eq!(info.size_bytes, 3 << 20);
         assert_eq!(info.chain, ["raw all bytes from 1048576".to_owned(), format!("file {path}")]);
         assert!(info.can.flush && info.can.resize && info.engine.is_some());
@@ -268,9 +268,9 @@ mod tests {
         }
         assert_eq!(info.hole_bytes, Some(3 << 20));
         file.as_file().write_all_at(&[1; 4096], 2 << 20).unwrap();
-        let text = of(&path).unwrap().to_string();
+        let text = read(&path).unwrap().to_string();
         assert!(text.contains("holes     4190208 bytes\n"), "{text}");
-        let null = of("null:1K").unwrap();
+        let null = read("null:1K").unwrap();
         assert!(null.engine.is_none() && !null.can.flush && !null.to_string().contains("identity"));
     }
 
@@ -281,7 +281,7 @@ mod tests {
             ("/nowhere/disk.img", "check the path"),
             ("raw,offset=1M,over=null:1M", "choose a smaller offset"),
         ] {
-            let error = format!("{:#}", of(name).err().unwrap());
+            let error = format!("{:#}", read(name).err().unwrap());
             assert!(error.contains(expected) && !error.contains('\n'), "{error}");
         }
     }

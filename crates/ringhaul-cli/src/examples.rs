@@ -81,8 +81,8 @@ pub(crate) const CTL: &str = concat!(
     "Status: 0, it is done; 1, the daemon has refused, or has tried and failed, or `doctor` has ",
     "found a fault; 2, the command ",
     "makes no sense, or the daemon cannot be reached; 3, a removal was not finished by its ",
-    "deadline, and goes on; 4, an upgrade was refused and may succeed in a moment; 5, an upgrade ",
-    "was refused for good.",
+    "deadline, and continues; 4, an upgrade was refused and may succeed in a moment; 5, an ",
+    "upgrade was refused for good.",
 );
 
 pub(crate) const CTL_PING: &str = "\

@@ -367,7 +367,7 @@ mod tests {
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::settings::SettingsChange;
-    use crate::testing::{Kept, spawn_asleep};
+    use crate::testing::{LogCapture, spawn_asleep};
     use crate::threads::ownership::Refusal;
 
     /// Clients could otherwise use up the open files of the daemon.
@@ -413,7 +413,7 @@ mod tests {
             (Some(71), None, "disk.set by user 12, process 71"),
         ] {
             let peer = Peer { pid, uid: 12, gid: 13 };
-            let lines = Kept::lines_of(|| log_change("disk.set", export, &peer));
+            let lines = LogCapture::lines_of(|| log_change("disk.set", export, &peer));
             assert!(lines[0].ends_with(expected) && lines[0].contains(" INFO "), "{lines:?}");
         }
     }
@@ -478,12 +478,12 @@ mod tests {
 
     impl Scene {
         fn new() -> Self {
-            Self::of_pair(UnixStream::pair().unwrap(), Access::default())
+            Self::from_pair(UnixStream::pair().unwrap(), Access::default())
         }
 
         /// The client is another user in this group, and may name files and sockets in `folder`.
         /// `None`: only root can become another user.
-        fn of_group(group: u32, folder: &Path) -> Option<Self> {
+        fn with_group(group: u32, folder: &Path) -> Option<Self> {
             if !geteuid().is_root() {
                 eprintln!("skipped: only root can become another user");
                 return None;
@@ -501,10 +501,10 @@ mod tests {
             let folders = vec![folder.to_owned()];
             let (disk_folders, socket_folders) = (folders.clone(), folders);
             let access = Access { groups, disk_folders, socket_folders, control: None };
-            Some(Self::of_pair(pair, access))
+            Some(Self::from_pair(pair, access))
         }
 
-        fn of_pair((served, client): (UnixStream, UnixStream), access: Access) -> Self {
+        fn from_pair((served, client): (UnixStream, UnixStream), access: Access) -> Self {
             let serve = ServeArgs::augment_args(clap::Command::new("serve"));
             let args = ServeArgs::from_arg_matches(&serve.get_matches_from(["serve"])).unwrap();
             let (daemon, ending) = Daemon::start(args, InheritedSockets::default()).unwrap();
@@ -615,7 +615,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = || File::open(folder.path()).unwrap();
         for (group, is_refused) in [(READERS, false), (MEMBERS, true)] {
-            let Some(mut scene) = Scene::of_group(group, folder.path()) else { return };
+            let Some(mut scene) = Scene::with_group(group, folder.path()) else { return };
             scene.ask(|scene| {
                 scene.send_with("ping", &json!({}), &[file()]);
                 let answer = scene.answer();
@@ -630,7 +630,7 @@ mod tests {
     #[test]
     fn descriptors_of_a_refused_takeover_are_closed() {
         let folder = tempfile::tempdir().unwrap();
-        let Some(mut scene) = Scene::of_group(MEMBERS, folder.path()) else { return };
+        let Some(mut scene) = Scene::with_group(MEMBERS, folder.path()) else { return };
         scene.ask(|scene| {
             let begin = json!({ "formats": FORMATS, "inflight-versions": [], "version": "" });
             scene.send_with(BEGIN, &begin, &[File::open(folder.path()).unwrap()]);
@@ -650,7 +650,7 @@ mod tests {
             let path = folder.path().join("disk");
             std::fs::write(&path, [0; 4096]).unwrap();
             let scene = match is_member {
-                true => Scene::of_group(MEMBERS, folder.path()),
+                true => Scene::with_group(MEMBERS, folder.path()),
                 false => Some(Scene::new()),
             };
             let Some(mut scene) = scene else { continue };
@@ -703,7 +703,7 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().canonicalize().unwrap().join("disk");
             std::fs::write(&path, [0; 4096]).unwrap();
-            let Some(mut scene) = Scene::of_group(MEMBERS, folder.path()) else { return };
+            let Some(mut scene) = Scene::with_group(MEMBERS, folder.path()) else { return };
             scene.ask(|scene| {
                 let endpoint = json!({ "path": folder.path().join("vm") });
                 let vm = json!({ "name": "vm", "endpoint": endpoint, "read-only": read_only,
@@ -755,7 +755,7 @@ mod tests {
         });
     }
 
-    /// Programs decide by the code what to do next.
+    /// Programs decide by the code.
     #[test]
     fn each_refusal_has_its_code() {
         let folder = tempfile::tempdir().unwrap();

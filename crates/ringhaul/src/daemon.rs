@@ -158,7 +158,7 @@ impl Daemon {
         command: Command,
         passed: &PassedFiles,
     ) -> Result<Reply, CommandError> {
-        let part = ChangedPart::of_command(&command);
+        let part = ChangedPart::from_command(&command);
         // A hand-over does not include changes of exports after its description.
         let changes_exports = match &part {
             Some(ChangedPart::Exports(_) | ChangedPart::Disk(..)) => true,

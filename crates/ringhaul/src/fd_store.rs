@@ -24,7 +24,7 @@ use vhost_user::{PassedFds, StateKeeper};
 
 use crate::process::service_manager::{self, STORED_PREFIX};
 use crate::spec::ExportSpec;
-pub(crate) use keeper::Kept;
+pub(crate) use keeper::StoredSession;
 use keeper::{Keeper, SharedKeeper};
 pub(crate) use passed::KilledSession;
 use stash::Stash;
@@ -93,10 +93,14 @@ impl FdStore {
     /// # Errors
     ///
     /// When no descriptor is left, or the manager does not take it.
-    fn keeper(&self, export: ExportSpec, earlier: Option<Kept>) -> io::Result<SharedKeeper> {
+    fn keeper(
+        &self,
+        export: ExportSpec,
+        earlier: Option<StoredSession>,
+    ) -> io::Result<SharedKeeper> {
         let new = || {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
-            Kept::new(Stash::new(format!("{STORED_PREFIX}{number}"))?)
+            StoredSession::new(Stash::new(format!("{STORED_PREFIX}{number}"))?)
         };
         let kept = earlier.map_or_else(new, Ok)?;
         Ok(SharedKeeper::new(kept, export))
@@ -197,8 +201,8 @@ impl KeptSession {
     /// # Errors
     ///
     /// When the pair is no stash. The service manager forgets it.
-    pub(crate) fn open_handed(&mut self) -> io::Result<Option<Kept>> {
-        let open = |HandedStash { name, ends }| Ok(Kept::open(name, ends)?.0);
+    pub(crate) fn open_handed(&mut self) -> io::Result<Option<StoredSession>> {
+        let open = |HandedStash { name, ends }| Ok(StoredSession::open(name, ends)?.0);
         self.handed.take().map(open).transpose()
     }
 
@@ -211,7 +215,7 @@ impl KeptSession {
     pub(crate) fn keeper(
         &mut self,
         export: ExportSpec,
-        earlier: Option<Kept>,
+        earlier: Option<StoredSession>,
     ) -> io::Result<Option<Box<dyn StateKeeper>>> {
         let Some(store) = &self.store else { return Ok(None) };
         let keeper = store.keeper(export, earlier)?;

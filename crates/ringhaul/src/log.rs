@@ -195,10 +195,10 @@ pub fn check_filter(text: &str) -> Result<(), String> {
 fn is_journal() -> bool {
     static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
     *IS_JOURNAL.get_or_init(|| {
-        let (Ok(said), Ok(own)) = (std::env::var("JOURNAL_STREAM"), fstat(io::stderr())) else {
+        let (Ok(named), Ok(own)) = (std::env::var("JOURNAL_STREAM"), fstat(io::stderr())) else {
             return false;
         };
-        said == format!("{}:{}", own.st_dev, own.st_ino)
+        named == format!("{}:{}", own.st_dev, own.st_ino)
     })
 }
 
@@ -345,7 +345,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     /// The journal of systemd filters by the priorities of sd-daemon(3).
     #[test]
@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn text_has_the_export_first_and_stays_on_its_line() {
-        let kept = Kept::default();
+        let kept = LogCapture::default();
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .with_ansi(false)
@@ -378,9 +378,10 @@ mod tests {
     /// A terminal takes U+009B for the start of a command.
     #[test]
     fn lines_of_both_formats_have_no_control_characters() {
-        let formats: [(fn() -> bool, &str); 2] = [(|| false, r"\u{9b}"), (|| true, r"\u009b")];
-        for (is_json, escape) in formats {
-            let kept = Kept::default();
+        let is_text: fn() -> bool = || false;
+        let is_json: fn() -> bool = || true;
+        for (is_json, escape) in [(is_text, r"\u{9b}"), (is_json, r"\u009b")] {
+            let kept = LogCapture::default();
             let lines = tracing_subscriber::fmt().with_writer(kept.clone()).with_ansi(false);
             let subscriber = lines.event_format(LineFormat(is_json)).finish();
             tracing::subscriber::with_default(subscriber, || {
@@ -396,7 +397,7 @@ mod tests {
     /// that was in force when the span began.
     #[test]
     fn lines_in_the_span_of_an_export_have_its_name() {
-        let kept = Kept::default();
+        let kept = LogCapture::default();
         let lines = tracing_subscriber::fmt::layer().with_writer(kept.clone());
         let off = export_span::with_spans(filter::parse("off").unwrap());
         let (filter, handle) = tracing_subscriber::reload::Layer::new(off);
@@ -435,7 +436,7 @@ mod tests {
 
     #[test]
     fn colours_are_escapes_around_time_and_level() {
-        let kept = Kept::default();
+        let kept = LogCapture::default();
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .with_ansi(true)
@@ -449,7 +450,7 @@ mod tests {
 
     #[test]
     fn json_has_every_part_as_a_member() {
-        let kept = Kept::default();
+        let kept = LogCapture::default();
         let subscriber = tracing_subscriber::fmt()
             .with_writer(kept.clone())
             .event_format(LineFormat(|| true))

@@ -404,13 +404,13 @@ impl ServeArgs {
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
-    let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-    let said = said.join(" ");
-    let said = said.trim_end_matches("For more information, try '--help'.").trim_end();
-    let said = said.trim_start_matches("error: ");
+    let text: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+    let text = text.join(" ");
+    let text = text.trim_end_matches("For more information, try '--help'.").trim_end();
+    let text = text.trim_start_matches("error: ");
     // Texts of Rust's number parsers.
-    let said = said.replace("invalid digit found in string", "it must be a whole number");
-    said.replace("number would be zero for non-zero type", "it must be at least 1")
+    let text = text.replace("invalid digit found in string", "it must be a whole number");
+    text.replace("number would be zero for non-zero type", "it must be at least 1")
 }
 
 /// Completes the name of a disk, or the path of a file, for a shell.

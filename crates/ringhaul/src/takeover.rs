@@ -25,7 +25,7 @@ use crate::spec::command::CommandError;
 use crate::spec::process::{SuccessorProgress, SuccessorStart};
 use crate::threads::ownership::Refusal;
 
-/// The interval of looks at the refusals.
+/// The interval between checks of the refusals.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Describes the start of a process that is to take over.

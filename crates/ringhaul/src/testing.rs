@@ -11,9 +11,9 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 /// Collects the lines that a test logs.
 #[derive(Clone)]
-pub(crate) struct Kept(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct LogCapture(Arc<Mutex<Vec<u8>>>);
 
-impl Default for Kept {
+impl Default for LogCapture {
     fn default() -> Self {
         ask_all_subscribers();
         Self(Arc::default())
@@ -28,7 +28,7 @@ fn ask_all_subscribers() {
     FURTHER.get_or_init(|| [(); 2].map(|()| Dispatch::new(tracing_subscriber::registry())));
 }
 
-impl Kept {
+impl LogCapture {
     /// All lines so far.
     pub(crate) fn text(&self) -> String {
         String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
@@ -43,7 +43,7 @@ impl Kept {
     }
 }
 
-impl std::io::Write for Kept {
+impl std::io::Write for LogCapture {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().write(bytes)
     }
@@ -53,7 +53,7 @@ impl std::io::Write for Kept {
     }
 }
 
-impl tracing_subscriber::fmt::MakeWriter<'_> for Kept {
+impl tracing_subscriber::fmt::MakeWriter<'_> for LogCapture {
     type Writer = Self;
 
     fn make_writer(&self) -> Self {
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn a_line_is_kept_although_another_thread_was_the_first_to_log_it() {
         let log = || tracing::info!("a line");
-        let lines = Kept::lines_of(|| {
+        let lines = LogCapture::lines_of(|| {
             std::thread::spawn(log).join().unwrap();
             log();
         });

@@ -275,7 +275,7 @@ impl Guest {
                 text += &format!("\n  queue {index}: {request}, out since {begin}");
             }
             text += &format!(
-                "\n  queue {index}: guest {:?}, avail {:#x}, used {:#x}, looked at {}",
+                "\n  queue {index}: guest {:?}, avail {:#x}, used {:#x}, checked {}",
                 queue.attention,
                 queue.driver.end(),
                 queue.driver.used_place(),
@@ -471,7 +471,7 @@ impl GuestQueue {
     fn attends(&self) -> bool {
         match self.attention {
             Attention::Awake | Attention::Armed => true,
-            // A guest without a call checks the ring again and again. Only checks that find
+            // A guest without a call keeps checking the ring. Only checks that find
             // something count as steps, or a hang would never show.
             Attention::Asleep => match &self.call {
                 Some(call) => is_readable(call.as_fd()),

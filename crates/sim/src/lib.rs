@@ -2,7 +2,11 @@
 //!
 //! Each run follows from its seed, and so do its faults. `run.rs` describes the course of a run,
 //! `plan.rs` its parameters, `world.rs` the kernel, and `guest.rs` the guest with its checks. See
-//! docs/internals/testing.md for how to use it.
+//! docs/internals/testing.md for how to use it. A seed repeats its run, with every step:
+//!
+//! ```console
+//! $ cargo xtask sim --seed 7 --trace
+//! ```
 //!
 //! The crate is for builds with `--cfg ringhaul_sim`, in which the product has a simulated kernel.
 

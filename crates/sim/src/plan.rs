@@ -1,6 +1,6 @@
 //! Parameters of a run: numbers drawn from its seed, each of which can be set by hand.
 
-mod draw;
+mod random;
 mod text;
 
 use blockio::config::ByteLimits;

@@ -173,7 +173,7 @@ impl Run {
             }
             let Some(step) = self.choose(&steps) else {
                 let hung = if self.holds_ops() { " beside a disk that hangs" } else { "" };
-                let text = format!("nobody can go on{hung}{}", self.stack.describe());
+                let text = format!("no one can continue{hung}{}", self.stack.describe());
                 return Err(Failure::new("lost wake", text));
             };
             turns += u64::from(matches!(step, Step::Turn(_)));
@@ -195,7 +195,7 @@ impl Run {
         let others = |device: &usize| !self.world.hangs(*device);
         let mut healthy = (0..self.guests.len()).filter(others);
         if healthy.all(|device| self.guests[device].is_done()) {
-            self.world.trace(|| "kernel: the disk that hung goes on".to_owned());
+            self.world.trace(|| "kernel: the disk that hung continues".to_owned());
             self.world.release();
         }
     }

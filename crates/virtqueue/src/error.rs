@@ -344,7 +344,7 @@ pub enum QueueError {
         /// Head of the chain.
         head: u16,
     },
-    /// An indirect descriptor beside others, in a packed ring.
+    /// An indirect descriptor in a longer chain, in a packed ring.
     #[error("chain {head} has an indirect descriptor beside others")]
     IndirectNotAlone {
         /// Head of the chain.

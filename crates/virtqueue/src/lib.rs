@@ -12,7 +12,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)])?);
-//! // What a driver does: one writable descriptor of 512 bytes, made available.
+//! // The part of a driver: one writable descriptor of 512 bytes, made available.
 //! memory.write(0x0000, &0x4000_u64.to_le_bytes())?;
 //! memory.write(0x0008, &512_u32.to_le_bytes())?;
 //! memory.write(0x000c, &2_u16.to_le_bytes())?;

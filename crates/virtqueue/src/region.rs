@@ -103,7 +103,7 @@ impl Region {
             limit: over.limit_bytes,
         })?;
         let length = usize::try_from(length).map_err(|_| wrap())?;
-        let mapping = Mapping::of_file(&config.file, start, length)
+        let mapping = Mapping::map_file(&config.file, start, length)
             .map_err(|cause| MemoryError::Map { guest_addr, size, cause })?;
         let lead = usize::try_from(file_offset - start).map_err(|_| wrap())?;
         let watched = Some(WatchedMapping::new(mapping.as_ptr(), mapping.len()));
@@ -288,7 +288,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `len` bytes of a file from `offset` on, shared with its other users. The offset must be
     /// a multiple of the file's page size. Core dumps leave the bytes out: they are a guest's.
-    pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+    pub(crate) fn map_file(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: the kernel chooses a place where nothing is mapped.
         let start =
@@ -345,7 +345,7 @@ mod tests {
     fn core_dumps_leave_guest_memory_out() {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, 1 << 16).unwrap();
-        let mapping = Mapping::of_file(&file, 0, 1 << 16).unwrap();
+        let mapping = Mapping::map_file(&file, 0, 1 << 16).unwrap();
         let flags = flags(mapping.as_ptr());
         assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
     }

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_goes_on_faulting_is_given_up() {
+    fn a_region_that_continues_faulting_is_abandoned() {
         let (_watched, mapping) = watched();
         let faults = std::iter::repeat_with(|| replace(mapping.as_ptr().addr()));
         let answered = faults.take_while(|replaced| *replaced).take(100_000).count();

@@ -90,7 +90,7 @@ fn an_added_unit_survives_kills_with_its_limits(engine: Engine) -> Result<()> {
     let limits = json!({ "iops-total": 20_000 });
     let set = json!({ "export": export.socket, "lun": LUN, "limits": limits, "rerror": "retry" });
     server.call("disk.set", &set)?;
-    let mut driver = Driver::of_unit(&export.socket, FEW_BLOCKS, LUN)?;
+    let mut driver = Driver::for_unit(&export.socket, FEW_BLOCKS, LUN)?;
     driver.attach()?;
     let mut left = 0;
     for round in 0..rounds(ROUNDS_DEFAULT)? {

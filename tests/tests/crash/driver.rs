@@ -112,7 +112,7 @@ impl Driver {
     }
 
     /// Connects to a disk that is a logical unit.
-    pub(super) fn of_unit(socket: &Path, blocks: u64, lun: u8) -> Result<Self> {
+    pub(super) fn for_unit(socket: &Path, blocks: u64, lun: u8) -> Result<Self> {
         Self::connect(socket, blocks, true, Some(lun))
     }
 

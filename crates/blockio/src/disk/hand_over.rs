@@ -49,7 +49,7 @@ impl<'a> DiskHandOver<'a> {
         self.0.driver().is_some_and(|source| source.is_flushed())
     }
 
-    /// Returns true if abandoned changes may still be made, by a server that was given up on.
+    /// Returns true if abandoned changes may still be made, by a server that was abandoned.
     /// Another process would not know that its own changes have to wait for them.
     pub fn may_still_change(self) -> bool {
         self.0.driver().is_some_and(|source| source.may_still_change())

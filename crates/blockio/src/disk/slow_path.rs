@@ -465,7 +465,7 @@ mod tests {
     /// here, the memory of the request may be gone.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
-    fn a_long_transfer_of_a_frozen_queue_makes_no_step_and_asks_before_it_goes_on() {
+    fn a_long_transfer_of_a_frozen_queue_makes_no_step_and_asks_before_it_continues() {
         let thread = thread();
         let source = DiskSource::null(1 << 30, &DiskOptions::default()).unwrap();
         let memory = RepeatedBlock::zeroes(MIB, 4096).unwrap();

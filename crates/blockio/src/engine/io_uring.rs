@@ -483,7 +483,7 @@ mod tests {
         while engine.retry_at().is_none() {
             round(&mut engine, now);
         }
-        assert!(!engine.is_quiet(), "nobody would submit");
+        assert!(!engine.is_quiet(), "no thread would submit");
         let watched = high(new());
         rustix::io::write(&watched, &1u64.to_ne_bytes()).unwrap();
         while !round(&mut engine, now) {

@@ -175,7 +175,7 @@ fn open_at_last(engine: EngineKind, path: &Path) -> DiskSource {
 /// Otherwise the file stays locked, open, and, if it is a device, claimed.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn a_file_is_let_go_with_its_disk_while_the_thread_goes_on() {
+fn a_file_is_let_go_with_its_disk_while_the_thread_continues() {
     for engine in ENGINES {
         let thread = thread(engine);
         let file = temp_file(1 << 20);
@@ -205,7 +205,7 @@ enum Moment {
 /// Nothing is left of abandoned requests, and later requests are served.
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
-fn futures_are_dropped_in_the_middle_and_the_thread_goes_on() {
+fn futures_are_dropped_in_the_middle_and_the_thread_continues() {
     for engine in ENGINES {
         let file = temp_file(1 << 20);
         let source = open(file.path());

@@ -116,7 +116,7 @@ fn queue_below(folder: &Path, depth: u32) -> Option<Queue> {
     // A partition uses the queue of its disk, whose folder contains the partition's.
     let disk = if own.join("partition").exists() { own.parent()? } else { &own };
     if disk.join("mq").exists()
-        && let Some(queue) = Queue::of(disk)
+        && let Some(queue) = Queue::for_disk(disk)
     {
         return Some(queue);
     }
@@ -134,7 +134,7 @@ fn queue_below(folder: &Path, depth: u32) -> Option<Queue> {
 }
 
 impl Queue {
-    fn of(disk: &Path) -> Option<Self> {
+    fn for_disk(disk: &Path) -> Option<Self> {
         let number = |name: &str| -> Option<usize> {
             let text = std::fs::read_to_string(disk.join("queue").join(name)).ok()?;
             text.trim().parse().ok()

@@ -332,7 +332,7 @@ mod tests {
         let (buffers, gone) = watched_buffers();
         let (mut op, completer) = io.foreign_op(buffers);
         let Poll::Ready(completion) = Pin::new(&mut op).poll(&mut cx) else {
-            panic!("nobody will ever wake the future");
+            panic!("nothing will ever wake the future");
         };
         assert_eq!(errno(completion), Some(libc::ECANCELED));
         drop(op);

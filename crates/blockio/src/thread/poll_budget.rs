@@ -218,7 +218,7 @@ mod tests {
             assert!(!load.budget.is_spent(), "the next op may be polled for");
         }
         assert_eq!(load.budget.frugal.get(), frugal);
-        // A span with few ops goes on while it is not too long.
+        // A span with few ops continues while it is not too long.
         let due = load.budget.due.get();
         load.now = due + SPAN_MAX;
         load.ops += SPAN_OPS - 1;

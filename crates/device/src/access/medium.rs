@@ -152,7 +152,7 @@ impl MediumWait<'_> {
             number
         });
         let place = waiting.all.iter().position(|waiter| waiter.number == number);
-        let place = place.expect("it waits until it goes on");
+        let place = place.expect("it waits until it continues");
         let may_go = match waiting.all[place].claim {
             Claim::PassNow => true,
             Claim::Pass => false,
@@ -298,7 +298,7 @@ mod tests {
         assert!(medium.waiting.lock().all.is_empty());
     }
 
-    /// A command with the medium may wait for long, and others may not be able to.
+    /// A command with the medium may wait for long, and some commands cannot wait.
     #[test]
     fn waiters_check_themselves_only_while_the_owner_waits() {
         let medium = Medium::default();

@@ -740,7 +740,7 @@ mod tests {
         assert_eq!([&all_popped, &waits].map(WaitGroup::has_lost), [false, true]);
     }
 
-    /// A task that waits for limits must not hold up others, which may wait for it in turn.
+    /// A task that waits for limits must not hold up tasks that may wait for it in turn.
     #[test]
     fn a_suspended_task_uses_nothing_until_it_resumes() {
         for has_medium in [true, false] {

@@ -78,7 +78,7 @@ impl RequestError {
             | Self::Flags(_) => ErrorCause::Invalid,
             Self::MemoryGone | Self::Held => ErrorCause::Unavailable,
             Self::Reserved => ErrorCause::Reserved,
-            Self::Disk { source, .. } => ErrorCause::of_disk(source),
+            Self::Disk { source, .. } => ErrorCause::from_disk_error(source),
         }
     }
 }

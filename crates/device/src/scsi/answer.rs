@@ -203,7 +203,7 @@ mod tests {
         reservations.store_in(place).map(drop).unwrap_err()
     }
 
-    /// The numbers are those of the standards: virtio 1.3, section 5.6.6.1, SAM-6 and SPC-6.
+    /// The numbers are from the standards: virtio 1.3, section 5.6.6.1, SAM-6 and SPC-6.
     #[test]
     fn each_failure_has_its_response_its_status_and_its_sense() {
         let disk = |kind: io::ErrorKind| Failure::Disk {
@@ -248,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Drivers retry without end what they take for their own doing.
+    /// Drivers retry without end a command that they believe to have aborted themselves.
     #[test]
     fn each_failure_has_its_cause_and_its_place_in_the_log() {
         use crate::ErrorCause::{Aborted, Invalid, Reserved, Unavailable};

@@ -45,12 +45,12 @@ pub(super) fn inquiry(unit: &Unit, cdb: &Cdb, data: &Data) -> Transferred {
 }
 
 /// The answer of an address without a unit.
-pub(super) fn of_nothing(cdb: &Cdb, data: &Data) -> Transferred {
+pub(super) fn answer_for_absent(cdb: &Cdb, data: &Data) -> Transferred {
     other(NOTHING, &[SUPPORTED_PAGES], cdb, data)
 }
 
 /// The answer of the well-known unit.
-pub(super) fn of_well_known(cdb: &Cdb, data: &Data) -> Transferred {
+pub(super) fn answer_for_well_known(cdb: &Cdb, data: &Data) -> Transferred {
     other(WELL_KNOWN, &[SUPPORTED_PAGES, IDENTIFICATION], cdb, data)
 }
 

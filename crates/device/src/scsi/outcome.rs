@@ -148,7 +148,7 @@ impl Failure {
             | Self::BadTarget
             | Self::Malformed(_)
             | Self::Chain(_) => ErrorCause::Invalid,
-            Self::Disk { source, .. } => ErrorCause::of_disk(source),
+            Self::Disk { source, .. } => ErrorCause::from_disk_error(source),
             Self::Busy | Self::NotSaved(_) | Self::MemoryGone => ErrorCause::Unavailable,
             Self::Conflict => ErrorCause::Reserved,
             Self::Aborted(_) => ErrorCause::Aborted,

@@ -31,7 +31,7 @@ pub(super) fn no_unit(units: &Units, address: UnitAddress, cdb: &Cdb, data: &Dat
         _ => return Err(Sense::NO_SUCH_UNIT.into()),
     }
     match command.op {
-        Op::Inquiry => inquiry::of_nothing(cdb, data),
+        Op::Inquiry => inquiry::answer_for_absent(cdb, data),
         Op::ReportLuns => list_luns(units, Some(address.target), cdb, data),
         _ => answer_sense(Sense::NO_SUCH_UNIT, cdb, data),
     }
@@ -48,7 +48,7 @@ pub(super) fn well_known(units: &Units, cdb: &Cdb, data: &Data) -> Transferred {
     }
     match command.op {
         Op::ReportLuns => list_luns(units, None, cdb, data),
-        Op::Inquiry => inquiry::of_well_known(cdb, data),
+        Op::Inquiry => inquiry::answer_for_well_known(cdb, data),
         Op::RequestSense => answer_sense(Sense::NONE, cdb, data),
         _ => Ok(0),
     }

@@ -569,7 +569,7 @@ mod tests {
         detach();
     }
 
-    /// Nobody knows if the clusters are used.
+    /// The use of the clusters is unknown.
     #[test]
     fn an_image_stays_marked_after_an_error_of_data_or_zeroes() {
         type Write = fn(&IoThread, &Store) -> io::Result<()>;

@@ -31,7 +31,7 @@ macro_rules! functions {
         impl Api {
             fn load(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
-                    // SAFETY: the types are those of the headers, and the library stays loaded.
+                    // SAFETY: the types are from the headers, and the library stays loaded.
                     $($name: unsafe { *library.get(concat!(stringify!($name), "\0"))? },)*
                 })
             }

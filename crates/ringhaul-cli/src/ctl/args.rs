@@ -144,7 +144,7 @@ pub(crate) enum CtlCommand {
     /// Print the counters of exports and IoThreads.
     #[command(after_help = examples::CTL_STATS)]
     Stats,
-    /// Show rates and latencies of all exports, again and again.
+    /// Show rates and latencies of all exports until a key is pressed.
     #[command(after_help = examples::CTL_TOP)]
     Top(TopArgs),
     /// Look for faults and for causes of slow requests, and print each with its remedy.

@@ -127,7 +127,7 @@ fn examine(facts: &Facts) -> Vec<Finding> {
     for export in &facts.exports {
         let found = front_end::findings(export).into_iter().chain(disk::findings(export, ms));
         let name = export.details.status.name();
-        findings.extend(found.map(|finding| finding.of_export(&name)));
+        findings.extend(found.map(|finding| finding.for_export(&name)));
     }
     finding::sort(&mut findings);
     findings

@@ -52,7 +52,7 @@ fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
     // The daemon explains parameters that are wrong.
     if method == "export.add" {
         let spec = serde_json::from_value::<ExportSpec>(params.clone());
-        return spec.map(|spec| OpenedFiles::of_export(&spec, is_foreign)).unwrap_or_default();
+        return spec.map(|spec| OpenedFiles::for_export(&spec, is_foreign)).unwrap_or_default();
     }
     let Ok(unit) = serde_json::from_value::<UnitSpec>(params["unit"].clone()) else {
         return OpenedFiles::default();
@@ -60,7 +60,7 @@ fn open(daemon: &mut Connection, method: &str, params: &Value) -> OpenedFiles {
     let shown = daemon.call("export.show", &json!({ "export": params["export"] }));
     let Ok(Ok(shown)) = shown else { return OpenedFiles::default() };
     let is_stated = unit.settings.read_only.is_some();
-    let opened = OpenedFiles::of_unit(&unit, &settings_of(&shown), is_foreign);
+    let opened = OpenedFiles::for_unit(&unit, &settings_of(&shown), is_foreign);
     match daemon.owner() {
         Some(owner) if is_foreign && geteuid().is_root() && !is_stated => {
             withhold_unwritable(opened, owner)
@@ -126,7 +126,7 @@ mod tests {
             fchown(file.as_file(), Some(12_345), Some(12_345)).unwrap();
         }
         let own = file.as_file().metadata().unwrap();
-        // Of the owner, of the group, of others, and root.
+        // Of the owner, of the group, of other users, and root.
         let users = [
             (own.uid(), own.gid()),
             (own.uid(), own.gid() + 1),

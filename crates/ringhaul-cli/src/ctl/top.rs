@@ -139,7 +139,7 @@ impl Top {
             if matches!(key, b'q' | CTRL_C) {
                 return Ok(Step::End);
             }
-            self.sort = SortKey::of_keyboard(key).unwrap_or(self.sort);
+            self.sort = SortKey::from_key(key).unwrap_or(self.sort);
         }
         Ok(Step::Continue)
     }

@@ -112,8 +112,8 @@ fn runs(control: &Path, program: &Path) -> Result<bool> {
     let daemon = DaemonProcess::find(&connect(control)?)?;
     let running = PathBuf::from(format!("/proc/{}/exe", daemon.id.as_raw_pid()));
     let file = |path: &Path| {
-        let found =
-            fs::metadata(path).with_context(|| format!("cannot look at {}", path.display()));
+        let found = fs::metadata(path)
+            .with_context(|| format!("cannot read the attributes of {}", path.display()));
         found.map(|file| (file.dev(), file.ino()))
     };
     Ok(file(&running)? == file(program)?)

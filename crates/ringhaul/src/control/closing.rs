@@ -91,7 +91,7 @@ impl Closing {
         self.changing.iter().any(|changing| changing.resizes(identity))
     }
 
-    /// Returns true if the disks are closed and no change is in progress, or the wait was given up.
+    /// Returns true if the disks are closed and no change is in progress, or the wait has ended.
     /// The addition of a unit does not keep a daemon from ending.
     pub(super) fn has_ended(&self, daemon_ends: bool) -> bool {
         let is_over = |changing: &DiskChange| daemon_ends && changing.adds();
@@ -110,12 +110,12 @@ impl Closing {
         self.force_deadline = Some(self.since + FORCED_CLOSE_MAX);
     }
 
-    /// The time at which the wait is given up.
+    /// The time at which the wait ends.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.force_deadline.filter(|_| !self.changing.iter().any(DiskChange::changes_file))
     }
 
-    /// Gives up the wait if that is due.
+    /// Ends the wait if that is due.
     pub(super) fn expire(&mut self, now: Instant) {
         let is_due = self.deadline().is_some_and(|when| now >= when);
         if is_due && !self.has_ended(false) {
@@ -177,7 +177,7 @@ mod tests {
     use crate::control::subscribers::Subscribers;
     use crate::socket::Endpoint;
     use crate::spec::UnitPlace;
-    use crate::testing::{Kept, wait_until};
+    use crate::testing::{LogCapture, wait_until};
 
     fn scene(disk: DiskSource) -> Scene {
         Scene::on(disk, Endpoint::Connection(UnixStream::pair().unwrap().0))
@@ -220,7 +220,7 @@ mod tests {
             let due = earlier + FORCED_CLOSE_MAX;
             let is_forced = text != "its disk is being resized";
             assert_eq!(closing.deadline(), is_forced.then_some(due), "{text}");
-            let lines = Kept::lines_of(|| closing.expire(due));
+            let lines = LogCapture::lines_of(|| closing.expire(due));
             let is_said = |line: &String| line.contains("WARN") && line.contains(text);
             assert_eq!(lines.iter().filter(|line| is_said(line)).count(), usize::from(is_forced));
             assert_eq!(closing.has_ended(false), is_forced, "{text}");
@@ -236,10 +236,10 @@ mod tests {
         wait_until(|| closed.has_ended(false));
         closed.force();
         let late = closed.deadline().unwrap();
-        assert!(Kept::lines_of(|| closed.expire(late)).is_empty(), "the close is over");
+        assert!(LogCapture::lines_of(|| closed.expire(late)).is_empty(), "the close is over");
     }
 
-    /// Looks at a disk when its export has ended.
+    /// Checks a disk when its export has ended.
     struct Look {
         disk: PathBuf,
         has_come: AtomicBool,

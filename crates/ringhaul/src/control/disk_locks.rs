@@ -43,7 +43,7 @@ struct Placed {
 impl DiskLocks {
     /// The locks of an export that takes them late. `None` if it locks its disks when it opens
     /// them, or never.
-    pub(super) fn of_export(spec: &ExportSpec, disks: &[DiskSource]) -> Option<Arc<Self>> {
+    pub(super) fn for_export(spec: &ExportSpec, disks: &[DiskSource]) -> Option<Arc<Self>> {
         if !spec.settings.late_lock {
             return None;
         }
@@ -222,12 +222,12 @@ mod tests {
         }))
         .unwrap();
         let sources = [late(disks[0].path()), late(disks[1].path())];
-        let locks = DiskLocks::of_export(&spec, &sources).unwrap();
+        let locks = DiskLocks::for_export(&spec, &sources).unwrap();
         assert_eq!(locks.places(), [Some(FIRST)]);
         locks.take(1).unwrap();
         assert!(!is_free(disks[0].path()) && is_free(disks[1].path()));
         let never = ExportSpec { settings: crate::spec::ExportSettings::default(), ..spec };
-        assert!(DiskLocks::of_export(&never, &sources).is_none());
+        assert!(DiskLocks::for_export(&never, &sources).is_none());
     }
 
     #[test]

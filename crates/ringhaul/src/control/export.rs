@@ -2,9 +2,9 @@
 //! one.
 
 mod changes;
-mod describe;
-mod kept;
+mod details;
 mod memory_watch;
+mod stored_session;
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -103,7 +103,7 @@ impl Export {
         let (spec, registration, removal_waiters) = export.serve();
         let examiner = Arc::new(Examiner::default());
         let (rules, waker) = (limits.front_end_rules(), waker.clone());
-        let disk_locks = DiskLocks::of_export(&spec, &disks);
+        let disk_locks = DiskLocks::for_export(&spec, &disks);
         let turns = disk_locks.map(|locks| Arc::new(GuestTurns::new(device.clone(), locks)));
         let run_lock = turns.clone().map(|turns| turns as Arc<dyn RunLock>);
         let setup = SessionSetup { device, threads, rules, examiner, run_lock, waker };
@@ -523,7 +523,7 @@ pub(super) mod tests {
     use crate::spec::qos::{LimitSpec, OnError, QosChange, QosSpec};
     use crate::spec::stats::QueueServed;
     use crate::spec::{DeviceSpec, DiskSpec, EndpointSpec, ExportSettings, UnitPlace, UnitSpec};
-    use crate::testing::{Kept, wait_until};
+    use crate::testing::{LogCapture, wait_until};
 
     pub(crate) struct Scene {
         _io: IoThread,
@@ -901,7 +901,7 @@ pub(super) mod tests {
         assert!(export.close(Waker::noop()).deadline().is_some(), "the close may hang");
     }
 
-    /// Otherwise its watch reports the size again and again.
+    /// Otherwise its watch reports the size without end.
     #[test]
     fn a_size_that_was_reported_counts_as_known() {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -1036,7 +1036,7 @@ pub(super) mod tests {
             assert_eq!(attached, [Some(peer.clone()), Some(peer.clone())]);
             gone
         };
-        let lines = Kept::lines_of(|| {
+        let lines = LogCapture::lines_of(|| {
             assert_eq!(visit(b""), ["", ""]);
             let reasons = visit(&[0xff; 64]);
             assert!(reasons[0].starts_with("disconnected: "), "{reasons:?}");
@@ -1051,12 +1051,12 @@ pub(super) mod tests {
         for (text, expected) in [(come, 5), (left, 4), (waits, 3), (thrown_out, 1)] {
             assert_eq!(count(&lines, text), expected, "{text}: {lines:#?}");
         }
-        let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(&[0xff; 64]))));
+        let lines = LogCapture::lines_of(|| (0..50).for_each(|_| drop(visit(&[0xff; 64]))));
         for text in [come, waits, thrown_out] {
             assert!(count(&lines, text) < 10, "{text}");
         }
         assert!(count(&lines, left) <= count(&lines, come));
-        let lines = Kept::lines_of(|| (0..50).for_each(|_| drop(visit(b""))));
+        let lines = LogCapture::lines_of(|| (0..50).for_each(|_| drop(visit(b""))));
         assert_eq!((count(&lines, come), count(&lines, left)), (0, 0));
         let _front_end = UnixStream::connect(&path).unwrap();
         run(&mut export);
@@ -1076,7 +1076,7 @@ pub(super) mod tests {
             let mut export = Scene::new(Endpoint::bind(&path, "").unwrap()).export();
             let mut front_end = is_connected.then(|| UnixStream::connect(&path).unwrap());
             run(&mut export);
-            let lines = Kept::lines_of(|| {
+            let lines = LogCapture::lines_of(|| {
                 export.log.warn(&"a test");
                 front_end.take_if(|_| leaves).iter().for_each(leave);
                 run(&mut export);
@@ -1116,7 +1116,7 @@ pub(super) mod tests {
         let mut export = Scene::new(Endpoint::bind(&path, "").unwrap()).export();
         let mut front_end = UnixStream::connect(&path).unwrap();
         run(&mut export);
-        let lines = Kept::lines_of(|| export.abandon());
+        let lines = LogCapture::lines_of(|| export.abandon());
         assert!(lines.iter().any(|line| line.contains("requests: 0 reads")), "{lines:?}");
         assert!(!path.exists());
         front_end.set_nonblocking(true).unwrap();
@@ -1135,7 +1135,7 @@ pub(super) mod tests {
         assert_eq!(export.setup.examiner.open_max(), 32);
     }
 
-    /// Without a pause, a lack of descriptors would wake the thread again and again.
+    /// Without a pause, a lack of descriptors would wake the thread without end.
     #[test]
     fn an_export_pauses_when_no_front_end_can_be_accepted() {
         let folder = tempfile::tempdir().unwrap();

@@ -498,7 +498,7 @@ mod tests {
     use crate::socket::Endpoint;
     use crate::spec::ExportSettings;
     use crate::spec::qos::{QosChange, QosSpec};
-    use crate::testing::{Kept, wait_until};
+    use crate::testing::{LogCapture, wait_until};
 
     fn exports() -> Exports {
         let (alarm, (_, received)) = (Alarm::new().unwrap(), mpsc::channel());
@@ -638,7 +638,7 @@ mod tests {
         };
         assert_eq!(state(&mut all, "new"), Some(ExportState::Opening));
         let logs = |all: &mut Exports, force| {
-            Kept::lines_of(|| all.remove("new", force, oneshot::channel().0)).len()
+            LogCapture::lines_of(|| all.remove("new", force, oneshot::channel().0)).len()
         };
         assert_eq!((logs(&mut all, false), logs(&mut all, true)), (0, 1));
         assert_eq!(state(&mut all, "new"), Some(ExportState::Stopping));
@@ -714,7 +714,7 @@ mod tests {
         assert_eq!(all.stopping, since);
         assert!(waiting.claim().is_err(), "it comes too late");
         let mut late = Scene::new(socket());
-        let lines = Kept::lines_of(|| {
+        let lines = LogCapture::lines_of(|| {
             let refused = all.serve(vec![late.setup.take().unwrap()]);
             assert!(matches!(refused, Err(CommandError::Ending)) && all.list.is_empty());
         });
@@ -728,7 +728,7 @@ mod tests {
             let mut all = exports();
             let _opening = opening(&all);
             all.begin_stop();
-            let lines = Kept::lines_of(|| end(&mut all));
+            let lines = LogCapture::lines_of(|| end(&mut all));
             let said = "ended before it was served: its disk is not open after 0 s";
             assert!(lines.iter().any(|line| line.contains(said)), "{lines:?}");
         }
@@ -743,7 +743,7 @@ mod tests {
         all.stopping = ago(12);
         let mut logs = |reported| {
             all.reported = reported;
-            let lines = Kept::lines_of(|| (0..2).for_each(|_| all.report(now)));
+            let lines = LogCapture::lines_of(|| (0..2).for_each(|_| all.report(now)));
             let text = "still stopping after 12 s: unit 0:0 is being removed";
             assert!(lines.iter().all(|line| line.contains(text)), "{lines:?}");
             lines.len()
@@ -760,7 +760,7 @@ mod tests {
         let path = folder.path().join("socket");
         all.list.push(Scene::new(Endpoint::bind(&path, "").unwrap()).export());
         all.stopping = Instant::now().checked_sub(Duration::from_secs(12));
-        let lines = Kept::lines_of(|| assert!(all.abandon()));
+        let lines = LogCapture::lines_of(|| assert!(all.abandon()));
         let said = lines.iter().find(|line| line.contains("ERROR")).expect("it is an error");
         for part in ["12 s after the stop", "unit 0:0 is being removed", "new: its disk is not"] {
             assert!(said.contains(part), "{said}");

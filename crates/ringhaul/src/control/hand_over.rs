@@ -107,7 +107,7 @@ impl Export {
                 "the disk of {name} does not answer, so its queues cannot stop; try again when it \
                  answers"
             )
-        } else if !self.leaves_waiting()
+        } else if !self.keeps_inflight()
             && self.disks.iter().any(|disk| disk.retry_state().is_some())
         {
             format!(
@@ -123,8 +123,8 @@ impl Export {
     }
 
     /// Returns true if waiting requests do not delay a queue that stops.
-    fn leaves_waiting(&self) -> bool {
-        self.session.as_ref().is_none_or(Session::leaves_waiting)
+    fn keeps_inflight(&self) -> bool {
+        self.session.as_ref().is_none_or(Session::keeps_inflight)
     }
 
     /// Refuses to hand over disks that a server may still change, because the next process cannot

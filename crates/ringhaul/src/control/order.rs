@@ -117,7 +117,7 @@ pub(crate) struct WatchedDisk {
 #[cfg(test)]
 impl WatchedDisk {
     /// The disk of the export `vm` in this file, of which drivers know this size.
-    pub(crate) fn of_file(path: &std::path::Path, size_bytes: u64) -> Self {
+    pub(crate) fn for_file(path: &std::path::Path, size_bytes: u64) -> Self {
         let disk = DiskSource::file(path, &blockio::DiskOptions::default()).unwrap();
         Self {
             export: "vm".to_owned(),

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use blockio::DiskOptions;
 use blockio::disk::{Folder, open_for_other};
 use blockio::file::FileTable;
-use disks::open::for_other::open_files_by;
+use disks::open::passed_files::open_files_by;
 use disks::spec::KeySpec;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::process::geteuid;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use blockio::DiskOptions;
 use blockio::disk::open_for_other;
-use disks::open::for_other::open_files;
+use disks::open::passed_files::open_files;
 use disks::spec::BackingFiles;
 use rustix::net::SendFlags;
 use rustix::process::geteuid;
@@ -53,7 +53,7 @@ pub struct OpenedFiles {
 impl OpenedFiles {
     /// Opens the files that the disks of an export name. For a daemon of another user
     /// (`is_foreign`), links of third users are not followed.
-    pub fn of_export(spec: &ExportSpec, is_foreign: bool) -> Self {
+    pub fn for_export(spec: &ExportSpec, is_foreign: bool) -> Self {
         let mut all = Self::default();
         for ((disk, settings), place) in spec.disks().iter().zip(spec.device.places()) {
             all.add(place, disk, settings, is_foreign);
@@ -63,7 +63,7 @@ impl OpenedFiles {
 
     /// Opens the files that the disk of a unit names, for an export with these settings, like
     /// [`of_export`](Self::of_export).
-    pub fn of_unit(unit: &UnitSpec, export: &ExportSettings, is_foreign: bool) -> Self {
+    pub fn for_unit(unit: &UnitSpec, export: &ExportSettings, is_foreign: bool) -> Self {
         let mut all = Self::default();
         let (disk, settings) = unit.disk(export);
         all.add(Some(unit.place()), &disk, &settings, is_foreign);

@@ -64,7 +64,7 @@ const PLACE: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC
 /// Opens an absolute path without `..`, on which no link is followed.
 fn open_without_links(path: &Path) -> rustix::io::Result<OwnedFd> {
     match openat2(CWD, path, PLACE, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
-        // Containers such as those of systemd-nspawn may not know the call.
+        // Containers such as systemd-nspawn may not know the call.
         Err(Errno::NOSYS) => open_by_parts(path),
         opened => opened,
     }

@@ -69,7 +69,7 @@ enum OnFailure<'a> {
     FailAll,
     /// Other exports are served, and the failed one is reported. If no export was served so far and
     /// none is being opened except `own`, the daemon ends.
-    GoOn { own: Vec<u64>, restoring: Option<&'a Restoring> },
+    Continue { own: Vec<u64>, restoring: Option<&'a Restoring> },
 }
 
 /// An export with open disks.
@@ -145,7 +145,7 @@ impl Daemon {
     ) -> Result<(), CommandError> {
         let opening = self.begin_exports(specs, true)?;
         let own = opening.iter().map(OpeningExport::id).collect();
-        let at_start = OnFailure::GoOn { own, restoring };
+        let at_start = OnFailure::Continue { own, restoring };
         let opening = self.check_sockets(opening, &at_start)?;
         let mut opener = ExportOpener::begin(opening, true, &PassedFiles::default());
         let ready = self.without_failed(opener.take_ready(Some(OPEN_MAX)), &at_start)?;
@@ -158,7 +158,7 @@ impl Daemon {
         // The manager shows this state as soon as the unit has started.
         let _ = self.report_state();
         service_manager::ready();
-        let later = OnFailure::GoOn { own: Vec::new(), restoring };
+        let later = OnFailure::Continue { own: Vec::new(), restoring };
         loop {
             match opener.next(log_at) {
                 Some(Ok(ready)) => self.serve_opened(vec![ready], &later)?,
@@ -315,7 +315,7 @@ impl Daemon {
             _ if is_end => return Err(error),
             OnFailure::FailAll if is_active => return Err(error),
             OnFailure::FailAll => return Err(CommandError::Cancelled(spec.name())),
-            OnFailure::GoOn { own, restoring } => (own, restoring),
+            OnFailure::Continue { own, restoring } => (own, restoring),
         };
         if !is_active {
             tracing::info!(export = spec.name(), "removed before it was served");

@@ -41,7 +41,7 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 /// those of loop devices and of Linux AIO in other processes.
 const ANNOUNCED_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The interval between looks at the states of such disks while the daemon has no work.
+/// The interval between checks of the states of such disks while the daemon has no work.
 const IDLE_LOOK: Duration = Duration::from_secs(15);
 
 /// The time that one slow check may delay checks of more disks. After it, the check continues on
@@ -422,7 +422,7 @@ mod tests {
     use super::*;
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     /// A disk may change while no thread of the daemon works, and another disk may get its name.
     #[test]
@@ -458,7 +458,7 @@ mod tests {
     fn subscribers_are_told_when_a_disk_does_worse() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(512).unwrap();
-        let mut watched = WatchedDisk::of_file(file.path(), 512);
+        let mut watched = WatchedDisk::for_file(file.path(), 512);
         let (late, held) = (disk::DiskState::Late, disk::DiskState::Held);
         let (now, ready) = (Instant::now(), disk::DiskState::Ready);
         let mut known = Known::default();
@@ -516,7 +516,7 @@ mod tests {
     fn a_disk_that_fails_again_and_again_is_reported_a_few_times() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(512).unwrap();
-        let watched = WatchedDisk::of_file(file.path(), 512);
+        let watched = WatchedDisk::for_file(file.path(), 512);
         let mut watched = WatchedDisk { trouble: Some(libc::EIO), ..watched };
         let mut known = Known::default();
         let mut told = |waiting| {
@@ -526,7 +526,7 @@ mod tests {
         };
         let retried = disk::DiskState::Retried(Instant::now());
         let mut times = 0;
-        let lines = Kept::lines_of(|| {
+        let lines = LogCapture::lines_of(|| {
             let check = |check| told((check % 2 == 0).then_some(retried));
             times = (0..1000).filter_map(check).count();
         });
@@ -548,7 +548,7 @@ mod tests {
             [(Finding::Shrunk(512), "has shrunk to 512"), (failed(), "its disk: a reason")]
         {
             let (mut known, key) = (Known::default(), ("vm".to_owned(), None));
-            let lines = Kept::lines_of(|| {
+            let lines = LogCapture::lines_of(|| {
                 (0..6).for_each(|_| known.record(&key, 1024, Some(finding.clone())));
             });
             assert!(known.has_news());

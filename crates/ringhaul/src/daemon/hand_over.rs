@@ -515,7 +515,7 @@ mod tests {
         assert_eq!(daemon.iothread_stats(), earlier);
     }
 
-    /// A request may be given up while queues stop.
+    /// A request may be abandoned while queues stop.
     #[test]
     fn a_disk_that_may_still_change_keeps_its_process() {
         let disk = RemoteStub::new(&[0; 4096]);

@@ -63,7 +63,7 @@ impl Reload {
         let mut reloader = Reloader::new(file, config, served, daemon);
         if let Some(daemon) = reloader.daemon.upgrade() {
             let record = Arc::clone(&reloader.record);
-            daemon.set_config_exports(move || record.lock().of_file());
+            daemon.set_config_exports(move || record.lock().file_exports());
         }
         let work = move || {
             while let Ok(first) = requests.recv() {
@@ -149,7 +149,7 @@ impl Record {
     }
 
     /// The exports of the file that are served or being opened.
-    fn of_file(&self) -> Vec<ExportSpec> {
+    fn file_exports(&self) -> Vec<ExportSpec> {
         let added = self.pending.values().filter_map(|change| match change {
             Change::Add(spec) => Some(spec),
             Change::Remove | Change::Alter(..) | Change::Unsupported(_) => None,

@@ -119,7 +119,7 @@ mod tests {
     use crate::options::ServeArgs;
     use crate::socket::inherited::InheritedSockets;
     use crate::spec::command::Command;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     /// Another program may have enlarged the disk, and written to its end.
     #[test]
@@ -194,7 +194,7 @@ mod tests {
         let (_subscription, queue) = daemon.subscribers().subscribe();
         let resize = |size_bytes, shrink| {
             let wanted = NewSize { size_bytes, shrink };
-            let lines = Kept::lines_of(|| {
+            let lines = LogCapture::lines_of(|| {
                 daemon.handle(Command::Resize("one".to_owned(), None, wanted)).map(drop).unwrap();
             });
             let told = |event: &ExportEvent| matches!(event.details, EventDetails::Resized { .. });

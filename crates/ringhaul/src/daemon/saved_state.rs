@@ -37,7 +37,7 @@ pub(crate) enum ChangedPart {
 
 impl ChangedPart {
     /// Returns the part that a command changes, if the change outlives the process.
-    pub(crate) fn of_command(command: &Command) -> Option<Self> {
+    pub(crate) fn from_command(command: &Command) -> Option<Self> {
         Some(match command {
             Command::Add(specs) => Self::Exports(specs.iter().map(ExportSpec::name).collect()),
             Command::Remove(removal) => Self::Exports(vec![removal.export.clone()]),

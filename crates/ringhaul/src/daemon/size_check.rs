@@ -120,12 +120,12 @@ mod tests {
             // The daemon has ended.
             (3584, None),
         ] {
-            let disk = WatchedDisk::of_file(file.path(), known);
+            let disk = WatchedDisk::for_file(file.path(), known);
             assert_eq!(check(&disk, &Weak::new()), finding, "{known}");
             assert_eq!(is_unchanged(&disk), known == 4096, "{known}");
             assert_eq!(announce(&[disk]).is_some(), known == 4096, "{known}");
         }
-        let unknown = WatchedDisk { size_probe: None, ..WatchedDisk::of_file(file.path(), 1) };
+        let unknown = WatchedDisk { size_probe: None, ..WatchedDisk::for_file(file.path(), 1) };
         assert!(is_unchanged(&unknown) && check(&unknown, &Weak::new()).is_none());
         assert!(announce(&[]).unwrap().is_complete);
     }

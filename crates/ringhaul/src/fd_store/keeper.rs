@@ -19,7 +19,7 @@ pub(super) struct SharedKeeper(pub(super) Arc<Lock<Keeper>>);
 pub(super) struct Keeper {
     export: ExportSpec,
     /// `None` after an error: the session is not kept any longer.
-    kept: Option<Kept>,
+    kept: Option<StoredSession>,
     /// The descriptors of the state that has begun.
     begun: Vec<Number>,
     /// Their numbers in this process.
@@ -27,7 +27,7 @@ pub(super) struct Keeper {
 }
 
 /// A stash and its record. The service manager keeps them until this is dropped.
-pub(crate) struct Kept {
+pub(crate) struct StoredSession {
     file: RecordFile,
     /// The number of the record's file.
     record: Number,
@@ -41,7 +41,7 @@ pub(crate) struct Kept {
 }
 
 impl SharedKeeper {
-    pub(super) fn new(kept: Kept, export: ExportSpec) -> Self {
+    pub(super) fn new(kept: StoredSession, export: ExportSpec) -> Self {
         let (kept, begun, fds) = (Some(kept), Vec::new(), HashSet::new());
         Self(Arc::new(Lock::new(Keeper { export, kept, begun, fds })))
     }
@@ -71,7 +71,7 @@ impl Keeper {
     /// carried out stays in it.
     pub(super) fn set_export(&mut self, export: ExportSpec) {
         self.export = export.clone();
-        let Some(Kept { file, last: Some(last), .. }) = &mut self.kept else { return };
+        let Some(StoredSession { file, last: Some(last), .. }) = &mut self.kept else { return };
         last.export = export;
         if let Err(error) = file.write(last) {
             self.fail(&error);
@@ -99,7 +99,7 @@ impl Keeper {
     }
 }
 
-impl Kept {
+impl StoredSession {
     /// Puts an empty record into an empty stash.
     pub(super) fn new(mut stash: Stash) -> io::Result<Self> {
         let file = RecordFile::new()?;

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 
 use vhost_user::{PassedFds, SessionState};
 
-use super::keeper::Kept;
+use super::keeper::StoredSession;
 use super::record::Record;
 use crate::process::service_manager::{self, STORED_PREFIX};
 use crate::spec::{DeviceSpec, ExportSpec};
@@ -19,12 +19,12 @@ pub(crate) struct KilledSession {
     pub(crate) state: Option<SessionState>,
     pub(crate) fds: PassedFds,
     /// Its place in the store. `None`: only in tests.
-    pub(crate) kept: Option<Kept>,
+    pub(crate) kept: Option<StoredSession>,
 }
 
 impl KilledSession {
     #[cfg(test)]
-    pub(super) fn of(export: ExportSpec, state: SessionState) -> Self {
+    pub(super) fn new(export: ExportSpec, state: SessionState) -> Self {
         Self { export, state: Some(state), fds: PassedFds::default(), kept: None }
     }
 
@@ -73,7 +73,7 @@ pub(super) fn number_of(name: &str) -> Option<u64> {
 
 /// Opens a stash. `None`: its session was not kept yet.
 fn session(name: &str, ends: Vec<OwnedFd>) -> io::Result<Option<KilledSession>> {
-    let (kept, files) = Kept::open(name.to_owned(), ends)?;
+    let (kept, files) = StoredSession::open(name.to_owned(), ends)?;
     let Some(Record { export, session, descriptors }) = kept.read()? else { return Ok(None) };
     let fd = |number| {
         let file = files.get(number).ok_or_else(|| io::Error::other("a descriptor is missing"))?;

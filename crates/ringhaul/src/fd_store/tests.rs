@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use vhost_user::{FdIndex, FdSink, PassedFds, SessionState, StateKeeper};
 
 use super::KeptSession;
-use super::keeper::{Kept, SharedKeeper};
+use super::keeper::{SharedKeeper, StoredSession};
 use super::passed::KilledSession;
 use super::record::{self, HALF_BYTES, HEADER_BYTES, Record, RecordFile, SENT_BYTES};
 use super::stash::{Number, Stash};
@@ -115,7 +115,7 @@ fn only_the_same_export_continues_a_session() {
         (scsi(vec![unit(0, 512), unit(1, 512)]), scsi(vec![unit(0, 512)]), true),
         (scsi(vec![unit(0, 512), unit(1, 512)]), scsi(vec![unit(1, 1024)]), false),
     ] {
-        let killed = KilledSession::of(before, session(&[]));
+        let killed = KilledSession::new(before, session(&[]));
         assert_eq!(killed.difference(&now).is_none(), is_same, "{}", now.summary());
     }
 }
@@ -217,7 +217,7 @@ fn the_newest_session_of_an_export_is_found() {
 fn a_descriptor_with_the_number_of_an_earlier_one_is_another() {
     let stash = Stash::new_unstored("test".to_owned()).unwrap();
     let ends = stash.copies();
-    let kept = Kept::new(stash).unwrap();
+    let kept = StoredSession::new(stash).unwrap();
     let mut keeper = SharedKeeper::new(kept, export(DeviceSpec::Blk(disk(512))));
     let (mut reused, lasting) = (counted(1), counted(2));
     let mut keep = |fds: &[&OwnedFd]| {
@@ -246,7 +246,7 @@ fn a_change_of_units_keeps_the_last_state() {
     let stash = Stash::new_unstored("test".to_owned()).unwrap();
     let ends = stash.copies();
     let [before, after] = [512, 1024].map(|bytes| export(DeviceSpec::Blk(disk(bytes))));
-    let mut keeper = SharedKeeper::new(Kept::new(stash).unwrap(), before.clone());
+    let mut keeper = SharedKeeper::new(StoredSession::new(stash).unwrap(), before.clone());
     keeper.0.lock().set_export(before.clone());
     keeper.begin();
     let _ = keeper.put("test", counted(1).as_fd()).unwrap();
@@ -286,7 +286,7 @@ fn a_session_that_is_handed_over_stays_in_its_stash() {
         assert_eq!(state["channel"]["output"], json!([output]));
     };
     let device = export(DeviceSpec::Blk(disk(512)));
-    let kept = Kept::new(stash).unwrap();
+    let kept = StoredSession::new(stash).unwrap();
     let mut old = SharedKeeper::new(kept, device.clone());
     (1..4).for_each(|output| keep(&mut old, &counted(1), output));
     let mut fds = PassedFds::default();
@@ -308,11 +308,11 @@ fn a_stash_does_not_grow_from_process_to_process() {
     let ends = stash.copies();
     let open = || {
         let ends = ends.iter().map(|end| end.try_clone().unwrap()).collect();
-        Kept::open("rh-1".to_owned(), ends).unwrap()
+        StoredSession::open("rh-1".to_owned(), ends).unwrap()
     };
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
     let device = export(DeviceSpec::Blk(disk(512)));
-    let mut kept = Kept::new(stash).unwrap();
+    let mut kept = StoredSession::new(stash).unwrap();
     for process in 1..5 {
         let (file, connection) = (counted(process), socket.try_clone().unwrap());
         let mut keeper = SharedKeeper::new(kept, device.clone());
@@ -336,7 +336,7 @@ fn an_export_continues_its_newest_session_and_no_other() {
     let killed = |name: &str, output: u8| {
         let export =
             ExportSpec { name: Some(name.to_owned()), ..export(DeviceSpec::Blk(disk(512))) };
-        KilledSession::of(export, session(&[output]))
+        KilledSession::new(export, session(&[output]))
     };
     let (next, all) = (Default::default(), vec![killed("a", 3), killed("b", 2), killed("a", 1)]);
     let store = super::FdStore { next, killed: blockio::executor::Lock::new(all) };

@@ -95,20 +95,20 @@ impl ConfigFile {
     }
 
     fn parse(&self, text: &str) -> Result<Config> {
-        let error_at = |at: Range<usize>, said: &str| {
+        let error_at = |at: Range<usize>, message: &str| {
             let (line, column) = place(text, at.start);
-            anyhow!("{}:{line}:{column}: {said}", self.path.display())
+            anyhow!("{}:{line}:{column}: {message}", self.path.display())
         };
         let syntax_error = |error: toml::de::Error| {
-            let said = reword_syntax(error.message().trim());
-            error_at(error.span().unwrap_or(0..0), &said)
+            let message = reword_syntax(error.message().trim());
+            error_at(error.span().unwrap_or(0..0), &message)
         };
         let table = DeTable::parse(text).map_err(syntax_error)?.into_inner();
         let (mut options, mut written) = (BTreeMap::new(), Vec::new());
         for (key, value) in table {
             let at = key.span();
             if key.get_ref() == EXPORT {
-                written = exports(value).map_err(|(at, said)| error_at(at, &said))?;
+                written = exports(value).map_err(|(at, message)| error_at(at, &message))?;
                 continue;
             }
             let option = self.option(key.get_ref(), value);
@@ -174,8 +174,8 @@ impl ConfigFile {
             if let Some((number, what, other)) = clash {
                 let line = number.checked_sub(of_command_line).and_then(|number| lines.get(number));
                 let of = line.map_or("the command line".to_owned(), |line| format!("line {line}"));
-                let said = format!("{what} is already used by the export {other} of {of}");
-                return Err(error_at(at, &said));
+                let message = format!("{what} is already used by the export {other} of {of}");
+                return Err(error_at(at, &message));
             }
             lines.push(line_of(at.start));
             if let (EndpointSpec::Path(path), Some(control)) = (&export.endpoint, &args.control)
@@ -208,11 +208,11 @@ fn exports(
         let read = serde_path_to_error::deserialize(ValueDeserializer::from(value));
         let what = read.map_err(|error| {
             let (place, error) = (error.path().to_string(), error.into_inner());
-            let said = FILE.reword(error.message());
+            let message = FILE.reword(error.message());
             // Some errors concern the whole export, and some name their place themselves.
-            let is_known = place == "." || said.contains(&format!("`{place}`"));
-            let said = if is_known { said } else { format!("{place}: {said}") };
-            (error.span().unwrap_or_else(|| at.clone()), said)
+            let is_known = place == "." || message.contains(&format!("`{place}`"));
+            let message = if is_known { message } else { format!("{place}: {message}") };
+            (error.span().unwrap_or_else(|| at.clone()), message)
         })?;
         Ok(Placed { at, what })
     };

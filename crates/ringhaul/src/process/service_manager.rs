@@ -184,7 +184,7 @@ pub(crate) fn stores_descriptors() -> bool {
 }
 
 /// Has the manager store descriptors, which it passes to the next process under this name, until it
-/// is told to [forget] them. It does not look at them (`FDPOLL`).
+/// is told to [forget] them. It does not poll them (`FDPOLL`).
 pub(crate) fn store(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_in_order(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n"), fds)
 }
@@ -214,7 +214,7 @@ pub(crate) fn finish() {
     drop(SEND_QUEUE.wait_timeout_while(&ALL_SENT, FINISH_MAX, |waiting| waiting.is_sending));
 }
 
-/// Sends a message at once, or has a thread send it after those that wait.
+/// Sends a message at once, or has a thread send it after the messages that wait.
 fn send_in_order(text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let path = socket_path().ok_or(io::ErrorKind::NotFound)?;
     let mut waiting = SEND_QUEUE.lock();

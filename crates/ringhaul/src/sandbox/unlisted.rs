@@ -208,7 +208,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     fn record(call: c_int, thread: &str) -> [u8; RECORD_BYTES] {
         let mut record = [0; RECORD_BYTES];
@@ -224,7 +224,7 @@ mod tests {
         let mut write_end = File::from(write_end);
         std::thread::scope(|scope| {
             scope.spawn(move || records.iter().for_each(|it| write_end.write_all(it).unwrap()));
-            Kept::lines_of(|| report(read_end.into(), Reaction::Deny))
+            LogCapture::lines_of(|| report(read_end.into(), Reaction::Deny))
         })
     }
 

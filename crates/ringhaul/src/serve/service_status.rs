@@ -173,7 +173,7 @@ mod tests {
 
     /// Reports continue with another subscription until the daemon ends.
     #[test]
-    fn a_reporter_that_fell_behind_goes_on() {
+    fn a_reporter_that_fell_behind_continues() {
         let (daemon, ending) = daemon();
         let (_end, end) = channel();
         let subscription = SharedSubscription::default();

@@ -287,7 +287,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     fn passed(sockets: &[(&str, &Path)]) -> InheritedSockets {
         let listen = |(name, path): &(&str, &Path)| NamedSocket {
@@ -348,8 +348,9 @@ mod tests {
         let sockets = passed(&[("vm1", &path("a")), ("unit", &path("b")), ("control", &path("c"))]);
         let exports = [("vm1".to_owned(), path("x")), ("vm2".to_owned(), path("b"))];
         let exports = exports.each_ref().map(|(name, path)| (name.clone(), path.as_path()));
-        let lines =
-            |exports: &[(String, &Path)]| Kept::lines_of(|| sockets.warn_of_unused(exports)).len();
+        let lines = |exports: &[(String, &Path)]| {
+            LogCapture::lines_of(|| sockets.warn_of_unused(exports)).len()
+        };
         assert_eq!([lines(&exports), lines(&exports[1..]), lines(&[])], [0, 1, 2]);
         let unnamed = passed(&[("unit", &path("d"))]);
         assert!(unnamed.control(Some(&path("d"))).unwrap().is_some(), "found by its path");

@@ -166,7 +166,7 @@ mod tests {
     }
 
     /// The words for a value that is no `T`.
-    fn of<T: DeserializeOwned>(value: Value) -> String {
+    fn words_for<T: DeserializeOwned>(value: Value) -> String {
         let error = serde_json::from_value::<T>(value).err().expect("the value is refused");
         PARAMETERS.reword(&error.to_string())
     }
@@ -235,33 +235,36 @@ mod tests {
         let remedy = PARAMETERS.remedy;
         for (said, expected) in [
             (
-                of::<u16>(json!("64")),
+                words_for::<u16>(json!("64")),
                 "expected a whole number from 0 to 65535, not the text \"64\"",
             ),
-            (of::<u16>(json!(70_000)), "expected a whole number from 0 to 65535, not 70000"),
-            (of::<u8>(json!(-1)), "expected a whole number from 0 to 255, not -1"),
-            (of::<u32>(json!(1.5)), "expected a whole number from 0 to 4294967295, not 1.5"),
-            (of::<u64>(json!(null)), "expected a whole number of 0 or more, not null"),
-            (of::<NonZeroU32>(json!(0)), "expected a whole number from 1 to 4294967295, not 0"),
-            (of::<bool>(json!("on")), "expected true or false, not the text \"on\""),
-            (of::<bool>(json!(1)), "expected true or false, not 1"),
-            (of::<String>(json!(true)), "expected text, not true"),
-            (of::<String>(json!([])), "expected text, not a list"),
-            (of::<PathBuf>(json!(1)), "expected a path, not 1"),
-            (of::<f64>(json!("1")), "expected a number, not the text \"1\""),
-            (of::<Vec<u8>>(json!({})), "expected a list, not an object"),
+            (words_for::<u16>(json!(70_000)), "expected a whole number from 0 to 65535, not 70000"),
+            (words_for::<u8>(json!(-1)), "expected a whole number from 0 to 255, not -1"),
+            (words_for::<u32>(json!(1.5)), "expected a whole number from 0 to 4294967295, not 1.5"),
+            (words_for::<u64>(json!(null)), "expected a whole number of 0 or more, not null"),
             (
-                of::<Disk>(json!("a, expected b")),
+                words_for::<NonZeroU32>(json!(0)),
+                "expected a whole number from 1 to 4294967295, not 0",
+            ),
+            (words_for::<bool>(json!("on")), "expected true or false, not the text \"on\""),
+            (words_for::<bool>(json!(1)), "expected true or false, not 1"),
+            (words_for::<String>(json!(true)), "expected text, not true"),
+            (words_for::<String>(json!([])), "expected text, not a list"),
+            (words_for::<PathBuf>(json!(1)), "expected a path, not 1"),
+            (words_for::<f64>(json!("1")), "expected a number, not the text \"1\""),
+            (words_for::<Vec<u8>>(json!({})), "expected a list, not an object"),
+            (
+                words_for::<Disk>(json!("a, expected b")),
                 "expected an object, not the text \"a, expected b\"",
             ),
-            (of::<Kind>(json!(1)), "expected one of its words, not 1"),
-            (of::<Kind>(json!("x")), "unknown word `x`, expected `plain` or `blk`"),
+            (words_for::<Kind>(json!(1)), "expected one of its words, not 1"),
+            (words_for::<Kind>(json!("x")), "unknown word `x`, expected `plain` or `blk`"),
             (
-                of::<Kind>(json!({})),
+                words_for::<Kind>(json!({})),
                 &format!("it has no kind: write an object with one key, the kind; {remedy}"),
             ),
-            (of::<Kind>(json!({ "blk": {} })), &format!("missing field `path`; {remedy}")),
-            (of::<Disk>(json!({ "x": 1 })), "unknown field `x`, expected `path`"),
+            (words_for::<Kind>(json!({ "blk": {} })), &format!("missing field `path`; {remedy}")),
+            (words_for::<Disk>(json!({ "x": 1 })), "unknown field `x`, expected `path`"),
         ] {
             assert_eq!(said, expected);
         }

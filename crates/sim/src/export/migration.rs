@@ -12,7 +12,7 @@ use crate::guest::copy::Phase;
 use crate::rng::Rng;
 
 impl Export {
-    /// True if a migration can begin, or go on, or end.
+    /// True if a migration can begin, continue or end.
     pub(super) fn can_migrate(&self, change: Change) -> bool {
         let is_heard = self.front_end.as_ref().is_none_or(|f| f.is_open() && f.has_protocol());
         let phase = match change {
@@ -80,7 +80,7 @@ impl Export {
         Some(QueueLog { log, marks_data: true, used_ring })
     }
 
-    /// Without a session: goes on once all queues have the present log.
+    /// Without a session: continues once all queues have the present log.
     pub(super) fn advance_log(&mut self) {
         self.new_logs.retain(|is_set| is_set.check().is_pending());
         if !self.changes_log || !self.new_logs.is_empty() {

@@ -33,7 +33,7 @@ pub(crate) enum Phase {
 pub(super) struct MemoryCopy {
     phase: Phase,
     file: File,
-    /// The logs that the device may use: the last one, and others that it is about to drop.
+    /// The logs that the device may use: the last one, and earlier ones that it is about to drop.
     logs: Vec<Log>,
     /// Pages to be copied.
     dirty: BTreeSet<u64>,

@@ -5,7 +5,7 @@ use crate::config;
 use crate::message::{F_LOG_ALL, F_PROTOCOL_FEATURES, protocol_feature};
 use crate::outcome::{Change, Outcome, Refusal};
 
-/// Features of vhost-user, beside those of the device.
+/// Features of vhost-user, beside the features of the device.
 pub(super) const VHOST_FEATURES: u64 = F_PROTOCOL_FEATURES | F_LOG_ALL;
 
 impl Connection {

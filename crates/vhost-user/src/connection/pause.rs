@@ -12,13 +12,13 @@ impl Connection {
     /// Begins to stop all rings, to be started again. Waiting requests are left in the inflight
     /// region. Without a region, rings stop only after these requests are done.
     pub(crate) fn begin_pause(&mut self) {
-        let kind = if self.leaves_waiting() { StopKind::KeepInflight } else { StopKind::Pause };
+        let kind = if self.keeps_inflight() { StopKind::KeepInflight } else { StopKind::Pause };
         self.rings.iter_mut().for_each(RingState::set_paused);
         self.begin_stop(0..self.rings.len(), kind);
     }
 
     /// Returns true if waiting requests do not delay a pause.
-    pub(crate) fn leaves_waiting(&self) -> bool {
+    pub(crate) fn keeps_inflight(&self) -> bool {
         self.inflight.is_some()
     }
 

@@ -74,10 +74,10 @@ impl Scene {
         let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
         let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
-        Self::of(device, protocol_features)
+        Self::with_device(device, protocol_features)
     }
 
-    fn of(device: Device, protocol_features: u64) -> Self {
+    fn with_device(device: Device, protocol_features: u64) -> Self {
         let config = IoThreadConfig { engine: EngineConfig::Threads, ..IoThreadConfig::default() };
         let io = IoThread::new(&config).unwrap();
         let examiner = Arc::new(Examiner::default());

@@ -17,8 +17,8 @@ impl Session {
     }
 
     /// Returns true if waiting requests do not delay a pause.
-    pub fn leaves_waiting(&self) -> bool {
-        self.connection.leaves_waiting()
+    pub fn keeps_inflight(&self) -> bool {
+        self.connection.keeps_inflight()
     }
 
     /// Returns true if the session has paused.

@@ -427,7 +427,7 @@ fn fits_ring(ring: &DescriptorRing, used: Position, count: u16) -> bool {
     (0..ring.size).all(|at| {
         let place = used.after(at, ring.size);
         // Not yet used in the lap of its place. Behind the first place, the previous process may
-        // have written elements that nobody saw.
+        // have written elements that no driver saw.
         at < count || ring.flags(place.slot) & DESC_F_LAP != place.used_flags()
     })
 }

@@ -35,7 +35,7 @@ struct Range {
 }
 
 impl Range {
-    fn of(map: &GuestMemory, start: *const u8, bytes: usize) -> Self {
+    fn new(map: &GuestMemory, start: *const u8, bytes: usize) -> Self {
         let guest_addr = map.guest_addr_of_host(start);
         let guest_addr = guest_addr.expect("lists have ranges of their map alone");
         let mut range = Self { guest_addr, copy: vec![0; bytes] };
@@ -74,7 +74,7 @@ impl Shadows {
             return;
         }
         let ranges = writable.iovecs().iter();
-        let ranges = ranges.map(|range| Range::of(map, range.iov_base.cast(), range.iov_len));
+        let ranges = ranges.map(|range| Range::new(map, range.iov_base.cast(), range.iov_len));
         let (map, ranges) = (Arc::downgrade(map), ranges.collect());
         self.0.borrow_mut().push(Shadow { head, map, ranges });
     }

@@ -123,7 +123,7 @@ fn a_file_system_is_asked_once_for_holes_and_zeroes_that_it_lacks() {
     }
 }
 
-/// Some file systems do not know the question, and others refuse it.
+/// Some file systems do not know the question, some refuse it.
 #[test]
 fn a_file_system_is_asked_once_for_places_of_holes_that_it_lacks() {
     for (errno, is_asked_again) in

@@ -170,7 +170,7 @@ fn waits(scene: &Scene, source: &DiskSource, happens: impl FnOnce(&Disk) + 'stat
 }
 
 #[test]
-fn requests_that_wait_for_limits_go_on_when_these_change_or_their_queue_stops() {
+fn requests_that_wait_for_limits_continue_when_these_change_or_their_queue_stops() {
     let scene = scene(EngineKind::Threads, 3);
     let slow = Limits { bytes: per_second(65_536 / 32), ..Limits::default() };
     let (second, soon) = (Duration::from_secs(1), Duration::from_millis(1100));
@@ -280,7 +280,7 @@ fn a_disk_that_leaves_its_group_gives_back_the_share_of_its_request() {
     assert!((30..=32).contains(&ended.as_secs()), "{ended:?}");
 }
 
-/// A queue that is filled and stopped, again and again.
+/// A queue that is filled and stopped many times.
 #[test]
 fn later_requests_wait_for_requests_that_begin_with_a_stop() {
     let scene = scene(EngineKind::Threads, 4);

@@ -254,7 +254,7 @@ fn a_request_checks_for_changes_before_it_resumes() {
 
 /// The next process begins with it.
 #[test]
-fn a_request_that_is_left_does_not_begin_before_its_queue_goes_on() {
+fn a_request_that_is_left_does_not_begin_before_its_queue_continues() {
     let start = Instant::now();
     let world = Rc::new(FullDisk { until: start, now: Cell::new(start), writes: Cell::new(0) });
     let _installed = install(Rc::<FullDisk>::clone(&world));
@@ -284,7 +284,7 @@ fn a_request_that_is_left_does_not_begin_before_its_queue_goes_on() {
 
 /// The disk has space again before the queue stops, and the next process makes the write.
 #[test]
-fn a_write_that_is_held_is_not_made_before_its_queue_goes_on() {
+fn a_write_that_is_held_is_not_made_before_its_queue_continues() {
     for over_part in [false, true] {
         let start = Instant::now();
         let after = |millis| start + Duration::from_millis(millis);

@@ -180,7 +180,7 @@ mod tests {
             taken.and_then(|device| run("losetup", &["--detach", &device]));
             let (other_number, after) = found.expect("it was mounted before");
             if other_number == number {
-                eprintln!("skipped: another test has taken the number of the device meanwhile");
+                eprintln!("skipped: another test has taken the number of the device");
                 continue;
             }
             assert_eq!(before, after, "{kind}");

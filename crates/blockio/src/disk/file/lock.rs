@@ -281,11 +281,11 @@ pub(crate) fn holders(path: &Path, is_locked: bool) -> LockHolders {
 /// Finds the programs that have a file open, and locked if the second argument is true.
 type Finder = Box<dyn Fn(&Path, bool) -> Vec<String> + Send + Sync>;
 
-/// The finder of a process that must not look at others itself.
+/// The finder of a process that must not inspect other processes itself.
 static FINDER: OnceLock<Finder> = OnceLock::new();
 
 /// Makes errors about files in use name the programs that `find` finds: a process in a sandbox
-/// cannot look at other processes, and asks one outside. The first call counts.
+/// cannot inspect other processes, and asks one outside. The first call counts.
 pub fn set_holder_finder(find: impl Fn(&Path, bool) -> Vec<String> + Send + Sync + 'static) {
     let _ = FINDER.set(Box::new(find));
 }

@@ -87,7 +87,7 @@ fn open_checked(
     let failed = |error| OpenError::Failed(open_error(path, options)(error));
     let file = open(name, options, is_block).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => OpenError::Conflict(Conflict::Claimed),
-        // Another program has a lease, which the kernel has asked it to give up.
+        // Another program has a lease, which the kernel has asked it to release.
         Some(libc::EWOULDBLOCK) => OpenError::Conflict(Conflict::Locked),
         _ => failed(error),
     })?;

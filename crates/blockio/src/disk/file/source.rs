@@ -370,12 +370,12 @@ fn check_size(size_bytes: u64, logical: u32, request_bytes: Option<u32>) -> Resu
 
 /// Refuses devices that could be opened, but would fail requests.
 fn check_device(file: &File, options: &DiskOptions) -> Result<(), String> {
-    let said = |name: &str| attributes::device_attribute(file, name).unwrap_or_default();
+    let attribute = |name: &str| attributes::device_attribute(file, name).unwrap_or_default();
     // Linux lets a read-only device be opened for writing, and fails each write.
-    if !options.read_only && !["", "0"].contains(&said("ro").as_str()) {
+    if !options.read_only && !["", "0"].contains(&attribute("ro").as_str()) {
         return Err("it is a read-only device; open it read-only".into());
     }
-    check_zones(&said("queue/zoned"))
+    check_zones(&attribute("queue/zoned"))
 }
 
 /// Refuses a device with zones that take sequential writes only; `zoned` is its attribute of this

@@ -55,7 +55,7 @@ impl CopyTurns {
     pub fn for_disk<T: ?Sized>(io: &Rc<Io>, disk: &Arc<T>) -> Rc<Self> {
         let key = Arc::as_ptr(disk).cast::<()>().addr();
         io.shared(key).unwrap_or_else(|| {
-            let rounds = CopyRounds::of(io);
+            let rounds = CopyRounds::for_thread(io);
             let turns = Rc::new(Self { rounds, waiting: RefCell::default() });
             io.share(key, &turns);
             turns
@@ -79,7 +79,7 @@ impl CopyTurns {
 }
 
 impl CopyRounds {
-    fn of(io: &Rc<Io>) -> Rc<Self> {
+    fn for_thread(io: &Rc<Io>) -> Rc<Self> {
         io.shared(KEY).unwrap_or_else(|| {
             let rounds = Rc::new(Self {
                 io: Rc::clone(io),

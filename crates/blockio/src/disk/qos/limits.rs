@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn requests_that_do_not_begin_take_nothing() {
         let start = Instant::now();
-        let buckets = Buckets::new(&of_requests(rate(10)), start);
+        let buckets = Buckets::new(&limit_requests(rate(10)), start);
         for _ in 0..100 {
             buckets.take(Read, 512, start);
             buckets.give_back(Read, 512);
@@ -266,11 +266,11 @@ mod tests {
     }
 
     #[test]
-    fn debts_go_on_where_the_limits_are_the_same() {
+    fn debts_continue_where_the_limits_are_the_same() {
         let start = Instant::now();
         let later = start + Duration::from_secs(3600);
         let bytes = Rates { read: Some(rate(1000)), ..Rates::default() };
-        let limits = Limits { bytes, ..of_requests(burst(10, 20, 5)) };
+        let limits = Limits { bytes, ..limit_requests(burst(10, 20, 5)) };
         let before = Buckets::new(&limits, start);
         for _ in 0..120 {
             before.take(Read, 1, later);
@@ -284,7 +284,7 @@ mod tests {
         let next = |buckets: &Buckets| buckets.take(Read, 1, later) - later;
         assert_eq!(next(&after), next(&before));
         assert_eq!(before.debts(later + Duration::from_secs(60)), [0; 3]);
-        let other = Buckets::new(&of_requests(rate(10)), later);
+        let other = Buckets::new(&limit_requests(rate(10)), later);
         other.set_debts(&debts, later);
         assert_eq!(other.debts(later), [0]);
         // An absurd debt does not overflow, and a smaller one forgives nothing.
@@ -301,7 +301,7 @@ mod tests {
         Rate { per_second, burst: Some(Burst { per_second: most, seconds }) }
     }
 
-    fn of_requests(rate: Rate) -> Limits {
+    fn limit_requests(rate: Rate) -> Limits {
         let requests = Rates { total: Some(rate), ..Rates::default() };
         Limits { requests, ..Limits::default() }
     }
@@ -325,7 +325,7 @@ mod tests {
         let start = Instant::now();
         let seconds = |seconds| start + Duration::from_secs(seconds);
         for per_second in [7, 100, 3333, 50_000] {
-            let buckets = Buckets::new(&of_requests(rate(per_second)), start);
+            let buckets = Buckets::new(&limit_requests(rate(per_second)), start);
             let seen = begun(&buckets, start, seconds(10), 4096);
             let expected = 10 * per_second;
             assert!(seen.abs_diff(expected) * 50 <= expected.max(50), "{seen} of {expected}");
@@ -340,7 +340,7 @@ mod tests {
     fn a_burst_is_as_fast_and_as_long_as_it_may_be() {
         let start = Instant::now();
         let second = |number| start + Duration::from_secs(number);
-        let buckets = Buckets::new(&of_requests(burst(100, 1000, 3)), start);
+        let buckets = Buckets::new(&limit_requests(burst(100, 1000, 3)), start);
         let seen: Vec<u64> =
             (0..6).map(|at| begun(&buckets, second(at), second(at + 1), 512)).collect();
         // A tenth of a second comes at once in the first second, and 3000 are the whole burst.
@@ -363,7 +363,7 @@ mod tests {
             assert_eq!(buckets.take(Write, 512, start) > start, other_waits);
         }
         let size = NonZeroU64::new(4096);
-        let limits = Limits { request_bytes: size, ..of_requests(rate(10)) };
+        let limits = Limits { request_bytes: size, ..limit_requests(rate(10)) };
         let large = Buckets::new(&limits, start);
         large.take(Read, 20 * 4096, start);
         let next = large.take(Read, 512, start) - start;
@@ -374,7 +374,7 @@ mod tests {
     #[test]
     fn a_request_costs_at_least_one() {
         let start = Instant::now();
-        let limits = Limits { request_bytes: NonZeroU64::new(1 << 16), ..of_requests(rate(10)) };
+        let limits = Limits { request_bytes: NonZeroU64::new(1 << 16), ..limit_requests(rate(10)) };
         for (bytes, expected) in [
             (0, [0, 0, 100]),
             (512, [0, 0, 100]),
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn places_are_in_the_order_in_which_they_were_taken() {
         let start = Instant::now();
-        let buckets = Buckets::new(&of_requests(rate(1000)), start);
+        let buckets = Buckets::new(&limit_requests(rate(1000)), start);
         let places: Vec<Instant> = (0..300).map(|_| buckets.take(Write, 1, start)).collect();
         assert!(places.is_sorted());
         assert_eq!(places[299] - start, Duration::from_millis(199));
@@ -402,13 +402,13 @@ mod tests {
     #[test]
     fn limits_that_mean_nothing_are_refused() {
         for (limits, is_good) in [
-            (of_requests(rate(1)), true),
-            (of_requests(rate(0)), false),
-            (of_requests(rate(RATE_MAX + 1)), false),
-            (of_requests(burst(100, 100, 1)), true),
-            (of_requests(burst(100, 99, 1)), false),
-            (of_requests(burst(100, 200, 0)), false),
-            (of_requests(burst(100, RATE_MAX, 2)), false),
+            (limit_requests(rate(1)), true),
+            (limit_requests(rate(0)), false),
+            (limit_requests(rate(RATE_MAX + 1)), false),
+            (limit_requests(burst(100, 100, 1)), true),
+            (limit_requests(burst(100, 99, 1)), false),
+            (limit_requests(burst(100, 200, 0)), false),
+            (limit_requests(burst(100, RATE_MAX, 2)), false),
             (Limits { request_bytes: NonZeroU64::new(1), ..Limits::default() }, false),
         ] {
             assert_eq!(limits.check().is_ok(), is_good, "{limits:?}");

@@ -17,7 +17,7 @@ use super::system::{
     BlockDevice, VcpuThread, block_device, command_line, online_cpus, vcpu_threads,
 };
 
-/// A daemon and its host, looked at twice.
+/// A daemon and its host at two moments.
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) process: ProcessStatus,
@@ -64,7 +64,7 @@ struct Reading {
 }
 
 impl Facts {
-    /// Looks at a daemon for `time`: at the export with this name, or at all.
+    /// Watches a daemon for `time`: the export with this name, or all.
     ///
     /// # Errors
     ///

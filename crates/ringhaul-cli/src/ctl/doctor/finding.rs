@@ -47,7 +47,7 @@ impl Finding {
     }
 
     /// The finding of an export.
-    pub(super) fn of_export(self, export: &str) -> Self {
+    pub(super) fn for_export(self, export: &str) -> Self {
         Self { export: Some(export.to_owned()), ..self }
     }
 
@@ -96,7 +96,7 @@ mod tests {
         let of = |level, name| Finding::new(level, name, "7 of 8", "do this");
         let mut all = vec![
             of(Level::Note, "a"),
-            of(Level::Warning, "b").of_export("vm\n"),
+            of(Level::Warning, "b").for_export("vm\n"),
             of(Level::Harmful, "c"),
             of(Level::Warning, "d"),
         ];

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_began_anew_counts_from_its_start() {
+    fn a_counter_that_began_again_counts_from_its_start() {
         assert_eq!((growth(3, 5), growth(5, 3)), (2, 3));
     }
 }

@@ -37,7 +37,7 @@ impl SortKey {
     ];
 
     /// The order that a key on the keyboard chooses.
-    pub(super) fn of_keyboard(key: u8) -> Option<Self> {
+    pub(super) fn from_key(key: u8) -> Option<Self> {
         Self::KEYS.into_iter().find_map(|(own, order)| (own == key).then_some(order))
     }
 
@@ -336,15 +336,15 @@ mod tests {
         let all = [of("a", [1, 3, 2, 1]), of("b", [2, 2, 3, 3]), of("c", [3, 1, 1, 2])];
         for (key, expected) in [(b'i', "cba"), (b'b', "abc"), (b'p', "bac"), (b'd', "bca")] {
             let mut exports = all.clone();
-            sort(&mut exports, SortKey::of_keyboard(key).unwrap());
+            sort(&mut exports, SortKey::from_key(key).unwrap());
             let order: String = exports.iter().map(|export| &*export.name).collect();
             assert_eq!(order, expected, "{key}");
         }
         let mut exports = all;
         exports.reverse();
-        sort(&mut exports, SortKey::of_keyboard(b'n').unwrap());
+        sort(&mut exports, SortKey::from_key(b'n').unwrap());
         assert_eq!(exports.map(|export| export.name), ["a", "b", "c"]);
-        assert_eq!(SortKey::of_keyboard(b'x'), None);
+        assert_eq!(SortKey::from_key(b'x'), None);
         assert_eq!(SortKey::keyboard(), "i b p d n");
     }
 

@@ -60,7 +60,7 @@ impl ProcessPlace {
     /// # Errors
     ///
     /// When the process is hidden, or in namespaces that a process cannot move into.
-    pub(super) fn of(id: Pid) -> Result<Self> {
+    pub(super) fn read(id: Pid) -> Result<Self> {
         let own = getpid();
         for name in SHARED {
             let differs = namespace_id(id, name) != namespace_id(own, name);
@@ -236,7 +236,7 @@ fn root(process: Pid, moves: bool) -> Result<Option<OwnedFd>> {
             Ok(Some(root.with_context(|| as_root("open", &path))?))
         }
         Err(error) if error.kind() != io::ErrorKind::PermissionDenied => {
-            Err(error).with_context(|| as_root("look at", &path))
+            Err(error).with_context(|| as_root("examine", &path))
         }
         _ => Ok(None),
     }
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn the_place_of_this_process_asks_for_no_move() {
-        let place = ProcessPlace::of(getpid()).unwrap();
+        let place = ProcessPlace::read(getpid()).unwrap();
         assert!(place.namespaces.is_empty() && place.root.is_none() && place.cgroups.is_empty());
         // Nothing differs, so nothing needs a right.
         place.adopt_rights().unwrap();
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_process_has_the_rights_of_one_user_and_group() {
-        let mut place = ProcessPlace::of(getpid()).unwrap();
+        let mut place = ProcessPlace::read(getpid()).unwrap();
         (place.status.users, place.status.groups) = ([7; 3], [8; 3]);
         place.check_owner(7, 8).unwrap();
         for (user, group) in [(0, 8), (7, 0)] {

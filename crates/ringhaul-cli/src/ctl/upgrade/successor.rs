@@ -275,7 +275,7 @@ fn try_become(socket: &UnixStream) -> Result<std::convert::Infallible> {
         check_unit(daemon, user, group)?;
         None
     } else {
-        let place = ProcessPlace::of(daemon)?;
+        let place = ProcessPlace::read(daemon)?;
         place.check_owner(user, group)?;
         Some(place)
     };

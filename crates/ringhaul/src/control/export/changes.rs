@@ -316,7 +316,7 @@ mod tests {
     use crate::control::export_log::ExportLog;
     use crate::control::subscribers::{EventReceiver, Subscribers, Subscription};
     use crate::socket::Endpoint;
-    use crate::testing::Kept;
+    use crate::testing::LogCapture;
 
     fn place(lun: u16) -> UnitPlace {
         UnitPlace { target: 0, lun }
@@ -429,7 +429,7 @@ mod tests {
         let (mut scene, _front_end, _) = scene();
         let mut export = scene.export();
         let is_said = |export: &Export| {
-            let lines = Kept::lines_of(|| export.report_size(None));
+            let lines = LogCapture::lines_of(|| export.report_size(None));
             lines.iter().any(|line| line.contains("does not support notifications"))
         };
         assert!(!is_said(&export), "there is no front-end");

@@ -59,7 +59,7 @@ pub(crate) struct Merged {
 
 impl ChangedSettings {
     fn record(&mut self, change: &SettingsChange, base: &Settings) {
-        let base = of_base(base);
+        let base = base_change(base);
         let SettingsChange { log, poll_max_us, poll_budget } = change;
         if log.is_some() {
             (self.before.log, self.now.log) = (base.log, log.clone());
@@ -84,7 +84,7 @@ impl ChangedSettings {
     /// Keeps the changes of settings that have the same base as before. Returns the dropped
     /// changes.
     fn merge(&mut self, base: &Settings) -> SettingsChange {
-        let base = of_base(base);
+        let base = base_change(base);
         let (before, now) = (&self.before, &self.now);
         let lost = SettingsChange {
             log: now.log.clone().filter(|_| before.log != base.log),
@@ -97,7 +97,7 @@ impl ChangedSettings {
 }
 
 /// The settings of the base as a change.
-fn of_base(base: &Settings) -> SettingsChange {
+fn base_change(base: &Settings) -> SettingsChange {
     let Settings { log, poll_max_us, poll_budget } = base.clone();
     SettingsChange {
         log,

@@ -229,7 +229,7 @@ proptest! {
         let (mut state, _) = start(&path, &base());
         for op in &commands {
             let Some(command) = perform(&mut live, op) else { continue };
-            let part = ChangedPart::of_command(&command).unwrap();
+            let part = ChangedPart::from_command(&command).unwrap();
             state.record(&part, || specs(&live)).unwrap();
             drop(state);
             let (again, merged) = start(&path, &base());

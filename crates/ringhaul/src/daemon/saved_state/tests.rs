@@ -463,7 +463,7 @@ fn commands_that_change_a_part_of_the_daemon_are_kept() {
         }),
     ] {
         let parsed: Command = serde_json::from_value(command.clone()).unwrap();
-        assert_eq!(ChangedPart::of_command(&parsed), part, "{command}");
+        assert_eq!(ChangedPart::from_command(&parsed), part, "{command}");
     }
 }
 

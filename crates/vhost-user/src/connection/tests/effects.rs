@@ -289,7 +289,7 @@ fn an_end_waits_for_no_request_that_a_pause_waits_for() {
 
 /// A request that hangs would keep its queue from others until it ends.
 #[test]
-fn queues_go_on_at_once_when_a_pause_is_given_up() {
+fn queues_continue_at_once_when_a_pause_is_abandoned() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let kinds = |scene: &Scene| -> Vec<Option<StopKind>> {

@@ -49,7 +49,7 @@ fn driver(scene: &Scene, ring: u64) -> Driver<Arc<GuestMemory>> {
 #[test]
 fn a_function_succeeds_whose_ring_stops_with_the_others() {
     for how in ["pause", "message", "end"] {
-        let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+        let mut scene = Scene::with_device(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
         scene.start_with(SIZE.into());
         let memory = Arc::clone(&scene.connection.memory.map);
         let (mut functions, mut commands) = (driver(&scene, 0), driver(&scene, 2));

@@ -34,7 +34,7 @@ fn take_over_with(scene: &mut Scene, device: Device) -> (Scene, Session, UnixStr
     channel.lend(true);
     let mut fds = PassedFds::default();
     let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
-    let other = Scene::of(device, 0);
+    let other = Scene::with_device(device, 0);
     let setup = other.connection.setup.clone();
     let session = Session::take_over(state, setup, &mut fds, Instant::now()).unwrap();
     (other, session, theirs)
@@ -61,7 +61,7 @@ fn end(mut scene: Scene, mut session: Session) {
 
 /// An earlier notification would make the front-end query a process that does not serve yet.
 #[test]
-fn another_size_is_told_when_the_queues_go_on() {
+fn another_size_is_told_when_the_queues_continue() {
     for (bytes, is_told) in [(1 << 20, false), (2 << 20, true)] {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
         let (ours, mut news) = UnixStream::pair().unwrap();
@@ -157,7 +157,7 @@ fn states(session: &Session) -> Vec<String> {
 
 /// An IoThread may be busy for a long time.
 #[test]
-fn a_hang_up_is_seen_before_all_rings_go_on() {
+fn a_hang_up_is_seen_before_all_rings_continue() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let (other, mut session, front_end) = take_over(&mut scene, 1 << 20);
@@ -175,7 +175,7 @@ fn a_hang_up_is_seen_before_all_rings_go_on() {
 #[test]
 fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
     for is_end in [false, true] {
-        let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+        let mut scene = Scene::with_device(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
         scene.start();
         let (mut other, mut session, front_end) = take_over_with(&mut scene, scsi());
         assert_eq!(resume(&mut other, &mut session), SessionProgress::Handled);
@@ -204,10 +204,10 @@ fn a_hang_up_stops_all_rings_though_the_one_for_control_has_not() {
 
 /// The driver can still end its tasks in the remaining rings.
 #[test]
-fn task_management_goes_on_without_a_ring_that_is_lost() {
+fn task_management_continues_without_a_ring_that_is_lost() {
     // The second one begins in the memory, so that only its IoThread refuses it.
     for place in [MEMORY_BYTES, MEMORY_BYTES - 0x2000 - 16] {
-        let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+        let mut scene = Scene::with_device(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
         scene.start();
         scene.connection.rings[3].settings.addresses = Some(addresses(USER_ADDR + place));
         let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
@@ -222,7 +222,7 @@ fn task_management_goes_on_without_a_ring_that_is_lost() {
 /// Task management concerns the requests in all other rings, so it begins last and ends first.
 #[test]
 fn a_pause_that_is_given_up_stops_no_ring_of_requests() {
-    let mut scene = Scene::of(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    let mut scene = Scene::with_device(scsi(), PROTOCOL_FEATURES & !protocol_feature::CONFIG);
     scene.start();
     let (mut other, mut session, _front_end) = take_over_with(&mut scene, scsi());
     session.begin_resume();
@@ -350,7 +350,7 @@ fn a_session_with_features_that_are_not_offered_is_refused() {
     let mut fds = PassedFds::default();
     let state = SessionState::new(&channel, &scene.connection, true, &mut fds).unwrap();
     // This device has no configuration space that a driver changes.
-    let other = Scene::of(scsi(), 0);
+    let other = Scene::with_device(scsi(), 0);
     let setup = other.connection.setup.clone();
     let refused = Session::take_over(state, setup, &mut fds, Instant::now());
     let error = refused.map(drop).unwrap_err().to_string();
@@ -374,7 +374,7 @@ fn a_session_with_another_number_of_queues_is_refused() {
         let source = DiskSource::null(1 << 20, &DiskOptions::default()).unwrap();
         let options = BlkOptions { num_queues: queues, ..BlkOptions::default() };
         let device = Device::blk(source, options, Arc::new(LogEvents::new("test")));
-        let other = Scene::of(device, 0);
+        let other = Scene::with_device(device, 0);
         let setup = other.connection.setup.clone();
         let refused = Session::take_over(state, setup, &mut fds, Instant::now());
         let error = refused.map(drop).unwrap_err().to_string();
@@ -386,7 +386,7 @@ fn a_session_with_another_number_of_queues_is_refused() {
 
 /// The next process knows its connection, and which rings the driver has started.
 #[test]
-fn a_session_goes_on_with_its_connection_and_its_stopped_rings() {
+fn a_session_continues_with_its_connection_and_its_stopped_rings() {
     let mut scene = Scene::new(PROTOCOL_FEATURES);
     scene.start();
     let stop = Request::GetVringBase { index: 1 };

@@ -230,7 +230,7 @@ fn task_management_begins_when_all_other_rings_are_served() {
     use Request::*;
     let options = ScsiOptions { num_queues: QUEUES, ..ScsiOptions::default() };
     let device = Device::scsi(options, Arc::new(LogEvents::new("test")));
-    let mut scene = Scene::of(device, PROTOCOL_FEATURES & !protocol_feature::CONFIG);
+    let mut scene = Scene::with_device(device, PROTOCOL_FEATURES & !protocol_feature::CONFIG);
     let running =
         |scene: &Scene| Vec::from_iter(scene.connection.rings.iter().map(RingState::is_running));
     let features = SetFeatures(F_PROTOCOL_FEATURES | 1 << 32);

@@ -49,7 +49,7 @@ fn the_place_of_a_full_ring_is_unknown() {
     const REQUESTS: u16 = 6;
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
     let device = Device::blk(slow_disk(), options, Arc::new(LogEvents::new("test")));
-    let mut scene = Scene::of(device, PROTOCOL_FEATURES);
+    let mut scene = Scene::with_device(device, PROTOCOL_FEATURES);
     scene.start_with(256);
     let put = |at: u64, bytes: &[u8]| {
         rustix::io::pwrite(scene.memory.as_fd(), bytes, at).unwrap();
@@ -87,7 +87,7 @@ fn a_ring_answers_the_requests_that_it_has_left_before_it_gives_its_base() {
     let source = slow_disk();
     let options = BlkOptions { num_queues: QUEUES, ..BlkOptions::default() };
     let device = Device::blk(source.clone(), options, Arc::new(LogEvents::new("test")));
-    let mut scene = Scene::of(device, PROTOCOL_FEATURES);
+    let mut scene = Scene::with_device(device, PROTOCOL_FEATURES);
     let region = scene.get_region();
     assert_eq!(scene.bring(&region), Ended::Done);
     scene.start();

@@ -352,7 +352,7 @@ mod tests {
             ("fsync", fsync(), true),
         ] {
             let mut ring = Ring::new(&setup).unwrap();
-            // SAFETY: what the entries point to lives until the completion.
+            // SAFETY: the memory of the entries lives until the completion.
             unsafe { ring.push(&entry) };
             ring.submit_and_wait(None, &Stats::default()).unwrap();
             let mut entries = Vec::new();

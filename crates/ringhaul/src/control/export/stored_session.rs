@@ -5,13 +5,13 @@ use std::time::Instant;
 use vhost_user::Session;
 
 use super::Export;
-use crate::fd_store::{Kept, KilledSession};
+use crate::fd_store::{KilledSession, StoredSession};
 use crate::socket::Endpoint;
 
 impl Export {
     /// Asks the service manager to keep the session from now on, in an earlier stash if there is
     /// one.
-    pub(in crate::control) fn keep_session(&mut self, earlier: Option<Kept>) {
+    pub(in crate::control) fn keep_session(&mut self, earlier: Option<StoredSession>) {
         if self.kept.store().is_none() {
             return;
         }
