@@ -54,6 +54,27 @@ fn named_capabilities_are_kept() -> Result<()> {
     Ok(())
 }
 
+/// The permissions of the socket and the firewall, which the error names, are not the reason.
+#[test]
+fn a_place_that_the_sandbox_denies_is_named_with_its_option() -> Result<()> {
+    let folders = test_folders()?;
+    let daemon = serve(&folders, &[], &[])?;
+    let new = folders.socket("new.sock").display().to_string();
+    for (socket, disk, option) in [
+        (&*new, "nbd://127.0.0.1:1/disk", "restart the daemon with --allow-network"),
+        (&new, "nbd,socket=/nowhere", "restart the daemon with --allow-network"),
+        ("/etc/new.sock", "null:1M", "start the daemon with --allow-socket-dir /etc"),
+    ] {
+        let mut add = ringhaul()?;
+        add.args(["ctl", "--control"]).arg(folders.socket("control")).arg("add");
+        add.args(["--socket-path", socket, "--disk", disk]);
+        let refused = run(&mut add)?.expect_code(1)?.stderr;
+        ensure!(refused.contains(option), "{disk} on {socket}: {refused}");
+    }
+    drop(daemon);
+    Ok(())
+}
+
 /// The old process may be under the control of a guest: it states the options of the new one.
 #[test]
 fn a_confined_process_switches_the_sandbox_of_its_successor_off_by_no_option() -> Result<()> {

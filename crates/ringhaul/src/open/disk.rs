@@ -202,13 +202,12 @@ fn check_late_lock(source: &DiskSource, settings: &ExportSettings) -> Result<()>
 
 /// Adds advice to an error if the sandbox is its reason.
 fn with_advice(error: anyhow::Error, disk: &DiskSpec) -> anyhow::Error {
-    if !error.chain().any(is_denied) {
-        return error;
-    }
+    let is_denied = error.chain().any(is_denied);
     let advice = disk.places().iter().find_map(|place| match place {
         DiskPlace::Data(path) | DiskPlace::Read(path) | DiskPlace::ReadFolder(path) => {
-            sandbox::advice_on_disk(path)
+            if is_denied { sandbox::advice_on_disk(path) } else { None }
         }
+        // A client of a network may state a reason of its own in place of the kernel's.
         DiskPlace::LocalServer(_) | DiskPlace::Server(_) | DiskPlace::Ceph(_) => {
             sandbox::advice_on_server().map(str::to_owned)
         }
