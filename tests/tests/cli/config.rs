@@ -47,15 +47,22 @@ fn a_file_is_checked_with_the_options_of_serve() -> Result<()> {
     let file = write(&folders, &threads)?;
     run(&mut check(&file)?)?.expect_refusal(&["IoThread 1 does not exist"])?;
     run(check(&file)?.args(["--iothreads", "2"]))?.expect_code(0)?;
+    let long = format!("socket-path=/{},null=1M", "x".repeat(107));
+    run(check(&file)?.args(["--iothreads", "2", "--export", &long]))?
+        .expect_refusal(&["too long for a socket"])?;
     for (text, words) in [
         (export(&format!("/{}", "x".repeat(107))), "too long for a socket"),
         (grouped.replace("root", "no such group"), "cannot use --control-group"),
         (format!("poll-budget = 50.0\n{}", export("/a")), "write 50"),
         (format!("{}run-max = 60000\n", export("/a")), "run-max must be 1 to 1024"),
+        (format!("engine = \"aio\"\niopoll = true\n{}", export("/a")), "engine io_uring, not aio"),
     ] {
         let file = write(&folders, &text)?;
         run(check(&file)?.args(["--control", "/c"]))?.expect_refusal(&[words])?;
     }
+    // A switch that is off, and an option with the words on and off.
+    let off = format!("engine = \"aio\"\niopoll = false\npoll-pause = true\n{}", export("/a"));
+    run(&mut check(&write(&folders, &off)?)?)?.expect_code(0)?;
     Ok(())
 }
 
@@ -276,11 +283,12 @@ fn a_reload_applies_the_difference() -> Result<()> {
     let mut load = Running::start(&mut bench(&folders.socket("stays"), options)?)?;
     load.wait_for("IOPS")?;
 
-    let options = format!("{control}iothreads = 2\npoll-max-us = 77\n");
+    let options = "iothreads = 2\nlog = \"info,disks=warn\"\npoll-budget = 9\npoll-max-us = 77\n";
+    let options = format!("{control}{options}");
     fs::write(&file, format!("{options}{}", exports.blk("new", "serial = 3\n")))?;
     daemon.signal(Signal::HUP)?;
     let line = daemon.wait_for("cannot reload the configuration, so nothing changes")?;
-    ensure!(line.contains("ringhaul.toml:7:10: serial: expected text, not 3"), "{line}");
+    ensure!(line.contains("ringhaul.toml:9:10: serial: expected text, not 3"), "{line}");
     ensure!(names(&mut client)?.len() == 5, "something has changed");
 
     let changes = exports.blk("changes", "read-only = true\n").replace("1048576", "2097152");
@@ -290,9 +298,12 @@ fn a_reload_applies_the_difference() -> Result<()> {
         daemon.signal(Signal::HUP)?;
         daemon.wait_for("iothreads has changed; restart the daemon")?;
         if times == 0 {
-            daemon.wait_for("poll-max-us has changed and applies now")?;
-            let settings = client.call("set", &json!({}))?;
-            ensure!(settings["result"]["poll-max-us"] == 77, "{settings}");
+            for option in ["log", "poll-budget", "poll-max-us"] {
+                daemon.wait_for(&format!("{option} has changed and applies now"))?;
+            }
+            let settings = client.call("set", &json!({}))?["result"].take();
+            let expected = json!({ "log": "info,disks=warn", "poll-budget": 9, "poll-max-us": 77 });
+            ensure!(settings == expected, "{settings}");
             daemon.wait_for("vm-that-goes: removed")?;
         }
         let line =

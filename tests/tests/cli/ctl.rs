@@ -8,13 +8,15 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::cli::{
+    EXIT_USAGE, Finished, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
+};
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::print_skipped;
 use serde_json::{Value, json};
 
-use super::{DISK_BYTES, schema, test_folders};
+use super::{DISK_BYTES, is_root, schema, test_folders};
 
 /// Runs `ringhaul ctl` with these words.
 fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
@@ -339,5 +341,100 @@ zpty -d shell"#;
         let words: Vec<&str> = words.filter_map(|line| line.split_whitespace().next()).collect();
         ensure!(words == ["remove", "remove-lun", "resize", "resume"], "{completed}");
     }
+    Ok(())
+}
+
+/// The columns of a person's view come from fields that only a connected front-end has.
+#[test]
+fn a_shown_export_has_its_front_end_and_its_queues() -> Result<()> {
+    let folders = test_folders()?;
+    let (socket, control) = (folders.socket("vm.sock"), folders.socket("control"));
+    let mut command = serve(&socket, &folders.disk("disk.img", DISK_BYTES)?)?;
+    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let options = "--rw randread --runtime 1h --timeout 1h --eta always";
+    let mut load = Running::start(&mut bench(&socket, options)?)?;
+    load.wait_for("IOPS")?;
+    let shown = ctl_on_terminal(&control, "show vm")?;
+    let row = |name: &str| {
+        let mut lines = shown.lines().filter_map(|line| line.strip_prefix(name));
+        lines.next().map(str::trim_start).with_context(|| format!("no {name} in:\n{shown}"))
+    };
+    let process = format!("process {}, user 0", load.pid().as_raw_nonzero());
+    ensure!(row("front-end ")? == process, "{shown}");
+    for (name, word) in [
+        ("connected ", " s"),
+        ("features ", "version-1"),
+        ("protocol ", "mq "),
+        ("memory ", " in 1 region"),
+        ("reads ", " of "),
+        ("QUEUE ", "ROLE  "),
+        ("0 ", "running"),
+    ] {
+        ensure!(row(name)?.contains(word), "{name}: {}", row(name)?);
+    }
+    drop((load, daemon));
+    Ok(())
+}
+
+/// `state load` reads standard input. The daemon is asked only with a whole state.
+#[test]
+fn a_text_that_is_no_state_is_refused_before_the_daemon_is_asked() -> Result<()> {
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", DISK_BYTES)?)?;
+    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let long = format!("\"{}\"", "x".repeat(1 << 20));
+    for (state, status, expected) in [
+        (" \n", EXIT_USAGE, "standard input is empty; `ringhaul ctl state save`"),
+        (&*long, EXIT_USAGE, "more than 1 MiB"),
+        ("{\"units\":", EXIT_USAGE, "standard input has no state in JSON"),
+        ("{}", 1, "vm"),
+    ] {
+        let file = folders.path("state");
+        fs::write(&file, state)?;
+        let mut load = ringhaul()?;
+        load.args(["ctl", "--control"]).arg(&control).args(["state", "load", "vm"]);
+        let refused = run(load.stdin(fs::File::open(&file)?))?.expect_code(status)?;
+        ensure!(refused.stderr.contains(expected), "{expected}: {}", refused.stderr);
+        ensure!(refused.stdout.is_empty(), "{}", refused.stdout);
+    }
+    let refused = ctl(&control, &["state", "save", "vm"])?.expect_code(1)?;
+    ensure!(refused.stderr.contains("vm"), "{}", refused.stderr);
+    drop(daemon);
+    Ok(())
+}
+
+/// Without an option, the only daemon of the machine is meant.
+#[test]
+fn the_only_control_socket_of_the_machine_is_used() -> Result<()> {
+    if !is_root() {
+        print_skipped("only root mounts");
+        return Ok(());
+    }
+    let folders = test_folders()?;
+    let control = folders.socket("control");
+    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", DISK_BYTES)?)?;
+    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let list = |places: &[&str]| -> Result<Finished> {
+        // The folders are in a file system that only this command sees.
+        let mut script = "mount -t tmpfs none /run".to_owned();
+        for place in places {
+            let made = format!(" && mkdir /run/{place} && ln -s \"$CONTROL\" /run/{place}/control");
+            script.push_str(&made);
+        }
+        script.push_str(" && exec \"$@\"");
+        let mut list = ringhaul_under(&["unshare", "--mount", "sh", "-c", &script, "sh"])?;
+        run(list.env_remove("RINGHAUL_CONTROL").env("CONTROL", &control).args(["ctl", "list"]))
+    };
+    for only in ["ringhaul", "ringhaul-a"] {
+        let listed = list(&[only, "other"])?.expect_code(0)?.stdout;
+        ensure!(listed.starts_with("vm  serving"), "{only}: {listed}");
+    }
+    list(&["ringhaul-a", "ringhaul"])?.expect_refusal(&[
+        "which daemon is meant",
+        "found /run/ringhaul/control, /run/ringhaul-a/control",
+    ])?;
+    list(&["other"])?.expect_refusal(&["which daemon is meant", "there is no socket"])?;
+    drop(daemon);
     Ok(())
 }

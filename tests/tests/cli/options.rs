@@ -37,6 +37,12 @@ fn impossible_options_are_refused() -> Result<()> {
         ("--iothreads", "99999", "1..=256"),
         ("--slice-us", "99", "0, or a number from 100 to 100000"),
         ("--slice-us", "100001", "0, or a number from 100 to 100000"),
+        ("--run-max", "0", "a number from 1 to 1024"),
+        ("--run-max", "1025", "a number from 1 to 1024"),
+        ("--run-max", "all", "a number from 1 to 1024"),
+        ("--max-guest-memory", "0", "no front-end can be served without memory"),
+        ("--max-mapped-memory", "0", "no front-end can be served without memory"),
+        ("--name", "", "characters, without control characters"),
         ("--serial", "123456789012345678901", "20 bytes"),
         ("--serial", "größe", "printable ASCII"),
         ("--engine", "fast", "auto, io_uring, aio, threads"),
@@ -95,6 +101,22 @@ fn impossible_disks_are_refused() -> Result<()> {
         command
     });
     refusals.check("none", command, &["no disk is given", "--blk-file", "--disk"]);
+    for (words, advice) in [
+        (&["--device", "scsi", "--serial", "a", "--lun", "0,null=1M"][..], "use --lun 0,serial="),
+        (
+            &["--export", "socket-path=/a,device=scsi,serial=a,lun=0,null=1M"],
+            "put serial= after its lun=",
+        ),
+    ] {
+        let command = ringhaul().map(|mut command| {
+            command.arg("serve").args(words);
+            if words[0] != "--export" {
+                command.arg("--socket-path").arg(&socket);
+            }
+            command
+        });
+        refusals.check(advice, command, &["a serial number belongs to a unit", advice]);
+    }
     let command = ringhaul().map(|mut command| {
         command.arg("export");
         command

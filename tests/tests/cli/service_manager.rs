@@ -85,12 +85,13 @@ fn a_failed_start_has_its_reason_as_status() -> Result<()> {
     Ok(())
 }
 
-/// `ringhaul serve` with a socket that a service manager passes under this name.
-fn serve_passed(listener: &UnixListener, name: &str) -> Result<Command> {
-    let shell = "export LISTEN_PID=$$; exec \"$@\" 3<&0 </dev/null";
-    let mut command = ringhaul_under(&["sh", "-c", shell, "sh"])?;
-    command.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", name).arg("serve");
-    command.stdin(Stdio::from(std::os::fd::OwnedFd::from(listener.try_clone()?)));
+/// `ringhaul serve` with a socket that a service manager passes once under each of these names.
+fn serve_passed(listener: &UnixListener, names: &[&str]) -> Result<Command> {
+    let passed = ["", "3<&0", "3<&0 4<&0"][names.len()];
+    let shell = format!("export LISTEN_PID=$$; exec \"$@\" {passed} </dev/null");
+    let mut command = ringhaul_under(&["sh", "-c", &shell, "sh"])?;
+    command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+    command.arg("serve").stdin(Stdio::from(std::os::fd::OwnedFd::from(listener.try_clone()?)));
     Ok(command)
 }
 
@@ -107,7 +108,7 @@ fn a_passed_socket_serves_an_export() -> Result<()> {
         let folders = test_folders()?;
         let (vm, control) = (folders.socket("vm.sock"), folders.socket("control"));
         let listener = UnixListener::bind(&vm)?;
-        let mut command = serve_passed(&listener, name)?;
+        let mut command = serve_passed(&listener, &[name])?;
         let daemon =
             Running::serve(with_export(&mut command, &folders)?.arg("--control").arg(&control))?;
         run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
@@ -141,7 +142,7 @@ fn a_passed_socket_may_have_a_number_in_place_of_a_name() -> Result<()> {
     let folders = test_folders()?;
     let vm = folders.socket("vm.sock");
     let listener = UnixListener::bind(&vm)?;
-    let mut command = serve_passed(&listener, "unknown")?;
+    let mut command = serve_passed(&listener, &["unknown"])?;
     command.args(["--name", "vm1", "--fd", "3", "--blk-file"]);
     let mut daemon = Running::serve(command.arg(folders.disk("disk.img", DISK_BYTES)?))?;
     run(&mut bench(&vm, SOME_IO)?)?.expect_code(0)?;
@@ -156,7 +157,7 @@ fn a_passed_control_socket_is_used() -> Result<()> {
     let folders = test_folders()?;
     let control = folders.socket("control");
     let listener = UnixListener::bind(&control)?;
-    let mut command = serve_passed(&listener, "control")?;
+    let mut command = serve_passed(&listener, &["control"])?;
     let daemon =
         Running::serve(with_export(&mut command, &folders)?.arg("--control").arg(&control))?;
     let binary = ringhaul_binary()?.display().to_string();
@@ -175,14 +176,16 @@ fn passed_sockets_that_do_not_fit_are_refused() -> Result<()> {
     let folders = test_folders()?;
     let mut refusals = Refusals::default();
     let other = UnixListener::bind(folders.socket("other.sock"))?;
-    let begin = |name: &str| -> Result<Command> {
-        let mut command = serve_passed(&other, name)?;
+    let begin = |names: &[&str]| -> Result<Command> {
+        let mut command = serve_passed(&other, names)?;
         with_export(&mut command, &folders)?;
         Ok(command)
     };
-    refusals.check("path", begin("vm1"), &["other.sock", "'vm1'", "ListenStream="]);
-    refusals.check("control", begin("control"), &["other.sock", "add --control"]);
-    let twice = begin("a:a").map(|mut command| {
+    refusals.check("path", begin(&["vm1"]), &["other.sock", "'vm1'", "ListenStream="]);
+    refusals.check("control", begin(&["control"]), &["other.sock", "add --control"]);
+    // Either could be that of the export.
+    refusals.check("names", begin(&["a", "a"]), &["under the name 'a'", "FileDescriptorName="]);
+    let twice = begin(&["a:a"]).map(|mut command| {
         command.env("LISTEN_FDS", "2");
         command
     });
@@ -190,7 +193,7 @@ fn passed_sockets_that_do_not_fit_are_refused() -> Result<()> {
     refusals.finish()?;
 
     // It belongs to another export, which may be added later.
-    let mut daemon = Running::serve(&mut begin("vm2")?)?;
+    let mut daemon = Running::serve(&mut begin(&["vm2"])?)?;
     daemon.signal(Signal::TERM)?;
     let log = daemon.finish()?.expect_code(0)?.stderr;
     ensure!(log.contains("WARN the service manager passes the socket"), "{log}");
