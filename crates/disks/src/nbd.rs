@@ -16,6 +16,7 @@
 
 mod abandoned;
 mod answer;
+mod borrower;
 mod channel;
 mod client;
 mod connect;

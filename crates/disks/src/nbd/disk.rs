@@ -11,10 +11,11 @@ use blockio::driver::{Driver, ForeignOp, Request as Answer};
 use iomem::Buffers;
 
 use super::answer::Failure;
+use super::borrower::{Borrower, decode};
 use super::client::{Client, Ticket};
 use super::connection_task::{ConnectionChoice, Handle};
 use super::handshake::{Facts, can};
-use super::loaned_op::{Borrower, LoanedMemory, decode};
+use super::loaned_op::LoanedMemory;
 use super::requests::IssuedRequest;
 use super::wire::{Command, FLAG_FAST_ZERO, FLAG_FUA, FLAG_NO_HOLE, FLAG_ONE_EXTENT, Request};
 

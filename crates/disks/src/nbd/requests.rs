@@ -10,7 +10,7 @@ use blockio::driver::{Owner, RemoteOp, TaskRef};
 use iomem::{Buffers, fits};
 
 use super::answer::{Failure, Progress};
-use super::loaned_op::Borrower;
+use super::borrower::Borrower;
 use super::shared::SharedExport;
 use super::wire::{Command, FLAG_FUA, Request};
 
