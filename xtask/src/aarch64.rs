@@ -26,15 +26,13 @@ const EMULATORS: [&str; 2] = ["qemu-aarch64", "qemu-aarch64-static"];
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Packages with the tests that QEMU cannot run, by parts of their names.
-const PACKAGES: [(&str, &[&str]); 8] = [
+const PACKAGES: [(&str, &[&str]); 6] = [
     ("iomem", &[]),
     ("virtqueue", &[DEATHS, NOT_DUMPED]),
     ("vhost-user", &[FEWER_DESCRIPTORS]),
     ("ringhaul-device", &[TRACED, "queue::eventfd::tests::", FUA, LONG_VERIFY]),
     ("blockio", WITH_ENGINES),
     ("ringhaul-options", &[]),
-    ("disks", &[]),
-    ("ringhaul", &[]),
 ];
 
 /// Thousands of deaths of a process. QEMU needs minutes for them.
@@ -103,8 +101,9 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Options of rustc for a program that finds its libraries without a word to QEMU. With QEMU's option
-/// for them the program would see their folder in place of `/`, from which `ctl` looks up a socket.
+/// Options of rustc for a program that finds its libraries without a word to QEMU. With QEMU's
+/// option for them the program would see their folder in place of `/`, from which `ctl` looks up a
+/// socket.
 fn link_with_libraries() -> [String; 2] {
     let folder = format!("{LIBRARIES}/lib");
     [
