@@ -16,8 +16,8 @@ use crate::executor::{Lock, Turns};
 use crate::file::claim::Claim;
 use crate::op::{OpKind, OpenFile};
 
-/// The usual longest wait for the lock. The previous process releases it before requests come here, so
-/// there is a wait only after a kill or a mistake.
+/// The usual longest wait for the lock. The previous process releases it before requests come here,
+/// so there is a wait only after a kill or a mistake.
 pub const LATE_LOCK_PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -63,8 +63,8 @@ impl LateLock {
 
     /// Takes the lock for a user. Then drops the pages of the file from the page cache, has layers
     /// read their tables, and takes over a larger size: another process may have written since
-    /// these were read. Waits for another user of the file to release it, ten seconds at most unless
-    /// [`with_patience`](Self::with_patience) says otherwise.
+    /// these were read. Waits for another user of the file to release it, for ten seconds at most
+    /// unless [`with_patience`](Self::with_patience) says otherwise.
     ///
     /// # Errors
     ///
