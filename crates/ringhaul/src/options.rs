@@ -477,6 +477,21 @@ fn parse_queue_size(text: &str) -> Result<u16, String> {
 mod tests {
     use super::*;
 
+    /// A shell replaces the whole word by a completion.
+    #[test]
+    fn a_disk_among_keys_is_completed_behind_them() {
+        let complete = |begun: &str| {
+            let found = complete_keys(OsStr::new(begun)).into_iter();
+            found.map(|word| word.get_value().to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
+        let found = complete("lun=0,disk=nul");
+        assert!(found.iter().any(|word| word.starts_with("lun=0,disk=null")), "{found:?}");
+        assert!(found.iter().all(|word| word.starts_with("lun=0,disk=nul")), "{found:?}");
+        let found = complete("0,disk=nbd,");
+        assert!(found.iter().any(|word| word == "0,disk=nbd,socket="), "{found:?}");
+        assert_eq!(complete("serial=nul"), Vec::<String>::new(), "no disk has begun");
+    }
+
     #[test]
     fn the_files_of_guest_memory_are_those_of_the_word() {
         for (choice, files) in [

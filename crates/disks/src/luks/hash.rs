@@ -114,6 +114,21 @@ mod tests {
         assert!(Hash::from_name("whirlpool").unwrap_err().contains("sha1, sha224"));
     }
 
+    /// Of Python's hashlib, for "password", "salt" and two rounds.
+    #[test]
+    fn each_name_derives_the_key_of_its_hash() {
+        for (name, expected) in [
+            ("sha1", 0xea6c_014d_c72d_6f8c),
+            ("sha224", 0x9320_0ffa_96c5_776d),
+            ("sha256", 0xae4d_0c95_af6b_46d3),
+            ("sha384", 0x54f7_75c6_d790_f219),
+            ("sha512", 0xe1d9_c16a_a681_708a_u64),
+        ] {
+            let key = Hash::from_name(name).unwrap().pbkdf2(b"password", b"salt", 2, 8);
+            assert_eq!(key[..], expected.to_be_bytes(), "{name}");
+        }
+    }
+
     /// Splits like the specification: all stripes but the last one are arbitrary.
     #[test]
     fn a_key_that_was_split_is_merged() {

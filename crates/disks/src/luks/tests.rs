@@ -116,6 +116,14 @@ fn check_refused(start: &[u8], expected: &str) {
     assert!(error.contains(expected) && !error.contains('\n'), "no {expected:?} in: {error}");
 }
 
+/// Sets a value of a header, which may be new.
+fn set_value(metadata: &mut Value, place: &str, value: Value) {
+    match (metadata.pointer(place), place.rsplit_once('/')) {
+        (None, Some((parent, key))) => metadata.pointer_mut(parent).unwrap()[key] = value,
+        _ => *metadata.pointer_mut(place).unwrap() = value,
+    }
+}
+
 #[test]
 #[cfg_attr(miri, ignore = "asks the kernel")]
 fn a_header_with_forbidden_values_is_refused() {
@@ -148,6 +156,11 @@ fn a_header_with_forbidden_values_is_refused() {
         ("/segments/0/iv_tweak", json!(big), "begins with the invalid sector 18446744073709551615"),
         ("/segments/0", json!({ "type": "crypt" }), "missing field `offset`"),
         ("/segments", json!({}), "it has 0 segments"),
+        (
+            "/segments/1",
+            json!({ "type": "linear", "offset": "0", "size": "512" }),
+            "it has 2 segments instead of one",
+        ),
         ("/config", json!({ "requirements": { "mandatory": ["x"] } }), "--resume-only"),
         ("/keyslots/0/kdf/iterations", json!(u32::MAX), "rounds of PBKDF2"),
         ("/keyslots/0/kdf/iterations", json!(0), "rounds of PBKDF2"),
@@ -172,15 +185,13 @@ fn a_header_with_forbidden_values_is_refused() {
         ("/digests/0/segments", json!([]), "no digest that verifies the key"),
         ("/digests/0/digest", json!(""), "its digest has the invalid length of 0 bytes"),
         ("/digests/0/iterations", json!(u32::MAX), "rounds of PBKDF2"),
+        ("/digests/0/type", json!("argon2"), "its digest is of type \"argon2\", which is not"),
+        ("/keyslots/0/af/type", json!("none"), "types \"none\" and \"raw\" are not supported"),
+        ("/keyslots/0/area/type", json!("x"), "types \"luks1\" and \"x\" are not supported"),
         ("/digests/0/salt", json!("AAAA"), "opens none of the 1 key slots"),
         ("", json!("text"), "cannot parse the JSON in its header"),
     ] {
-        let start = header(|metadata| match (metadata.pointer(place), place.rsplit_once('/')) {
-            (None, Some((parent, key))) => {
-                metadata.pointer_mut(parent).unwrap()[key] = value.clone()
-            }
-            _ => *metadata.pointer_mut(place).unwrap() = value.clone(),
-        });
+        let start = header(|metadata| set_value(metadata, place, value.clone()));
         check_refused(&start, expected);
     }
 }

@@ -658,6 +658,7 @@ mod tests {
             (&[GREETING, &simple, &bad_blocks], "sent invalid block sizes"),
             (&[GREETING, &simple, &small_blocks], "takes at most 256 bytes"),
             (&[GREETING, &simple, &endless], "sends too many replies"),
+            (&[GREETING, &simple, &reply(7, UNSUPPORTED, &[])], "has an export 'disk'"),
             (&[b"NBDMAGICNOTANOPT\0\x03"], "is not an NBD server"),
             (&[GREETING, &other_magic], "violates the NBD protocol"),
             (&[GREETING, &reply(11, [0, 0, 0, 2], &[])], "violates the NBD protocol"),

@@ -166,3 +166,21 @@ fn a_removal_on_a_full_file_system_releases_its_space_first() {
         }
     }
 }
+
+/// A file system may have data in a part that would go.
+#[test]
+#[cfg_attr(miri, ignore = "asks the kernel")]
+fn sizes_that_an_image_cannot_have_are_refused() {
+    let Some(end) = new_image(2 * MIB) else { return };
+    let image = crate::qcow2::open(vec![Layer::qcow2(end.source()).unwrap()], false).unwrap();
+    let now = 16 * MIB as u64;
+    for (bytes, expected) in [
+        (now / 2, "can only grow"),
+        (now + 100, "not a multiple of the logical block"),
+        (1 << 62, "is too large"),
+    ] {
+        let error = image.set_size(bytes, || ()).unwrap_err().to_string();
+        assert!(error.contains(expected), "{bytes}: {error}");
+        assert_eq!(image.refresh().unwrap(), now, "{bytes}");
+    }
+}

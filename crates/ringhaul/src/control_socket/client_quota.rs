@@ -160,6 +160,21 @@ mod tests {
         drop(waiting);
     }
 
+    /// Its events would not fit between those of the first subscription.
+    #[test]
+    fn a_client_subscribes_once() {
+        let quota = ClientQuota::default();
+        let mut client = quota.take(Role::Reader).unwrap();
+        client.subscribe().unwrap();
+        let error = format!("{:?}", client.subscribe().unwrap_err());
+        assert!(error.contains("already has a subscription"), "{error}");
+        // The first one keeps its place.
+        let mut others: Vec<ClientSlot> =
+            std::iter::from_fn(|| quota.take(Role::Reader).ok()).collect();
+        let subscribed = others.iter_mut().filter_map(|slot| slot.subscribe().ok()).count();
+        assert_eq!(subscribed, SUBSCRIBERS_MAX - 1);
+    }
+
     #[test]
     fn subscribers_leave_places_for_others() {
         let quota = ClientQuota::default();

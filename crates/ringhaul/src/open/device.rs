@@ -310,6 +310,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use disks::open::CancelToken;
+    use serde_json::json;
 
     use super::*;
     use crate::control::export_log::ExportLog;
@@ -404,6 +405,35 @@ mod tests {
             let unit = UnitSpec { target: 0, lun: 0, disk: DiskSpec::File(disk.clone()), settings };
             let has_none = matches!(unit.reservations(), Ok(ReservationStorage::Shared(None)));
             assert_eq!(has_none, is_of_member);
+        }
+    }
+
+    /// A guest that moves from QEMU finds its disk by the names that it had.
+    #[test]
+    fn a_unit_has_the_names_that_its_settings_choose() {
+        use Identifiers::{Standard, VendorSpecific, VendorSpecificAndNaa};
+        let (qemu, wwn) = ("QEMU HARDDISK", "5000000000000001");
+        for (settings, texts, identifiers) in [
+            (json!({}), ["Ringhaul", "Virtual Disk", VERSION], Standard),
+            (json!({ "like": "qemu" }), ["QEMU", qemu, "2.5+"], VendorSpecific),
+            (json!({ "like": "qemu", "wwn": wwn }), ["QEMU", qemu, "2.5+"], VendorSpecificAndNaa),
+            (json!({ "like": "qemu", "names": "wwn" }), ["QEMU", qemu, "2.5+"], Standard),
+            (json!({ "like": "qemu", "product": "a" }), ["QEMU", "a", "2.5+"], VendorSpecific),
+            (
+                json!({ "names": "serial", "vendor": "b", "revision": "1" }),
+                ["b", "Virtual Disk", "1"],
+                VendorSpecific,
+            ),
+        ] {
+            let disk = json!({ "null": { "size-bytes": 512 } });
+            let unit = json!({ "lun": 1, "disk": disk, "settings": settings });
+            let unit: UnitSpec = serde_json::from_value(unit).unwrap();
+            let disk = unit.disk(&ExportSettings::default());
+            let disk = OpenDisk::open(&disk, None, &CancelToken::default(), None).unwrap();
+            let options = unit.options(&disk, "vm", Arc::default()).unwrap();
+            let UnitOptions { vendor, product, revision, .. } = &options;
+            assert_eq!([vendor, product, revision], texts, "{settings}");
+            assert_eq!(options.identifiers, identifiers, "{settings}");
         }
     }
 }

@@ -410,6 +410,9 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         image(|front| front[63] = 2).unwrap().check(true, 512).unwrap();
+        let made = image(|front| (front[103], front[104]) = (112, 1));
+        let error = made.and_then(|header| header.check(false, 512)).unwrap_err();
+        assert!(error.contains("a compression type without the feature bit"), "{error}");
         for (bits, expected) in [(9, "smaller than a logical block"), (11, "smaller"), (12, "L1")] {
             let header = image(|front| front[23] = bits).unwrap();
             let error = header.check(false, 4096).unwrap_err();
