@@ -1,14 +1,19 @@
-# Waits until both loads of moved-start.sh have finished $ROUNDS rounds, and the one that runs now.
-fio_rounds() {
-    cat /tmp/fio.rounds 2>/dev/null | wc -l
+# Waits until each of $DISKS has answered more reads and writes of the loads of moved-start.sh.
+# After a move, the daemons of the target have.
+answered() {
+    read -r reads _ _ _ writes _ <"/sys/block/$1/stat"
 }
-tree_rounds() {
-    cat /tmp/tree.log 2>/dev/null | grep -c '^round' || true
-}
-fio=$(($(fio_rounds) + ROUNDS + 1))
-tree=$(($(tree_rounds) + ROUNDS + 1))
-until [ "$(fio_rounds)" -ge "$fio" ] && [ "$(tree_rounds)" -ge "$tree" ]; do
-    [ ! -e /tmp/fio.failed ] || { cat /tmp/fio.log; exit 1; }
-    [ ! -e /tmp/tree.status ] || { cat /tmp/tree.log; exit 1; }
-    usleep 50000
+more=8
+wanted=
+for disk in $DISKS; do
+    answered "$disk"
+    wanted="$wanted $disk:$((reads + more)):$((writes + more))"
+done
+for each in $wanted; do
+    disk=${each%%:*}
+    least=${each#*:}
+    until answered "$disk" && [ "$reads" -ge "${least%:*}" ] && [ "$writes" -ge "${least#*:}" ]; do
+        ! ls /tmp/*.status 2>/dev/null || { tail -n 20 /tmp/*.fio /tmp/*.tree; exit 1; }
+        usleep 20000
+    done
 done

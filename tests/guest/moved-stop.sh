@@ -1,10 +1,15 @@
-# Ends the loads of moved-start.sh, which have found no error, and checks the file system.
+# Ends the loads of moved-start.sh, which have found no error, and checks the file systems.
 touch /tmp/stop
-until [ -e /tmp/tree.status ] && ! ps | grep -q '[f]io --name=verify'; do
-    usleep 50000
+for disk in $DISKS; do
+    for load in "/tmp/$disk.fio" "/tmp/$disk.tree"; do
+        until [ -e "$load.status" ]; do
+            usleep 50000
+        done
+        [ "$(cat "$load.status")" = 0 ] || { cat "$load"; exit 1; }
+    done
+    umount "/mnt/$disk"
 done
-[ ! -e /tmp/fio.failed ] || { cat /tmp/fio.log; exit 1; }
-[ "$(cat /tmp/tree.status)" = 0 ] || { cat /tmp/tree.log; exit 1; }
-umount /mnt
 echo 3 >/proc/sys/vm/drop_caches
-e2fsck -f -n "/dev/$DISK"
+for disk in $DISKS; do
+    e2fsck -f -n "/dev/$disk"
+done

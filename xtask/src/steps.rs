@@ -201,7 +201,7 @@ const STEPS: &[Step] = &[
     Step {
         name: "tests, guests",
         words: "test --workspace --test guest",
-        usual: 700,
+        usual: 850,
         minutes: 240,
         ..END_TO_END
     },
@@ -209,7 +209,7 @@ const STEPS: &[Step] = &[
         name: "tests, rbd",
         words: "test --workspace --test rbd",
         waits: true,
-        usual: 350,
+        usual: 370,
         ..END_TO_END
     },
     Step {

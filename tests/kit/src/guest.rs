@@ -23,5 +23,5 @@ pub use channel::StopFlag;
 pub use image::{BOOTED_FROM_DISK, Image, KERNEL_OPTIONS, shared_libraries};
 pub use kvm::{HotPlug, KVM_DISK_BYTES, KvmGuest, RingLayout, Vmm, lacks_kvm};
 pub use machine::QemuCrashed;
-pub use mover::Mover;
+pub use mover::{FAST, Mover, QemuHost, SLOW};
 pub use vm::{Bus, Disk, ScriptOutput, Vm, VmOptions};

@@ -9,10 +9,11 @@ mod scene;
 mod state;
 
 use anyhow::{Result, ensure};
+use ringhaul_kit::guest::SLOW;
 use ringhaul_tools::process::retry;
 
 use super::LIMIT;
-use scene::{Device, DiskKind, SLOW, Scene};
+use scene::{Device, DiskKind, MOVES, Scene, targets};
 
 /// A guest moves there and back, after moves that are cancelled.
 fn moves_there_and_back(device: Device, kind: DiskKind, options: &[&str]) -> Result<()> {
@@ -32,15 +33,13 @@ fn moves_there_and_back(device: Device, kind: DiskKind, options: &[&str]) -> Res
         place.guest.wait_rounds(1)?;
     }
     let mut switches = Vec::new();
-    for turn in 0..scene::moves(3)? {
-        let to = if turn % 2 == 0 { "b" } else { "a" };
+    for to in targets(MOVES) {
         let switch;
         (place, switch) = scene.move_to(to, place)?;
         switches.push(switch);
         ensure!(scene.is_locked()? == kind.has_locks(), "the guest runs");
     }
-    let guest = format!("small {}", options.join(" "));
-    scene::print_row(&guest, device, kind, &switches);
+    scene::print_row(&format!("{device:?} on {kind:?} {}", options.join(" ")), &switches);
     drop(place);
     retry(LIMIT, || {
         ensure!(!scene.is_locked()?, "the guest is gone");

@@ -6,6 +6,7 @@
 mod clients;
 mod data;
 mod layers;
+mod moves;
 mod named;
 mod outage;
 
@@ -136,6 +137,7 @@ fn images_in_a_cluster() -> Result<()> {
         ("an image that cannot be closed", outage::removal_during_a_hung_close),
         ("an export that waits is removed", outage::removal_with_waiting_requests),
         ("a guest", data::guest),
+        ("a guest of QEMU moves", moves::guest_moves),
     ];
     let only = std::env::var("RINGHAUL_RBD_PART").unwrap_or_default();
     let mut failures = Vec::new();

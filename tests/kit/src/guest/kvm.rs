@@ -4,10 +4,12 @@
 //! kernel takes minutes to boot. User mode runs at full speed everywhere. So this guest leaves
 //! kernel mode after some dozen instructions, and drives its disk from user mode: `kvm/guest.c`.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -172,7 +174,7 @@ impl Vmm {
     }
 
     /// The command line for the guest in `folder` with the disk that is served on `socket`.
-    fn command(&self, folder: &Path, socket: &Path) -> Result<Command> {
+    pub(super) fn command(&self, folder: &Path, socket: &Path) -> Result<Command> {
         let (kernel, socket) = (folder.join("guest").display().to_string(), socket.display());
         let properties = self.layout().properties();
         let mut command = Command::new("setpriv");
@@ -443,10 +445,28 @@ impl HotPlug {
     }
 }
 
+/// Guests that were built, by their options.
+static BUILT: Mutex<BTreeMap<[u8; 4], Vec<u8>>> = Mutex::new(BTreeMap::new());
+
+/// Puts the guest for a monitor into a folder. It is built once: a compiler takes longer than the
+/// start of a monitor.
 fn build(folder: &Path, vmm: &Vmm) -> Result<()> {
     let reset = if vmm.resets_devices() { 3 } else { 0 };
     let plugged = u8::from(matches!(vmm, Vmm::QemuPlugged(_)));
     let packed = u8::from(vmm.layout() == RingLayout::Packed);
+    // Short rounds: a move waits for one at the target.
+    let moved = u8::from(matches!(vmm, Vmm::QemuMoved { .. }));
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    let (options, guest) = ([reset, plugged, packed, moved], folder.join("guest"));
+    if let Some(program) = built.get(&options) {
+        return std::fs::write(guest, program).context("writing the guest");
+    }
+    compile(folder, options)?;
+    built.insert(options, std::fs::read(guest).context("reading the guest")?);
+    Ok(())
+}
+
+fn compile(folder: &Path, [reset, plugged, packed, moved]: [u8; 4]) -> Result<()> {
     for (name, text) in [("start.S", START), ("guest.c", GUEST), ("guest.ld", LAYOUT)] {
         std::fs::write(folder.join(name), text).with_context(|| format!("writing {name}"))?;
     }
@@ -458,6 +478,7 @@ fn build(folder: &Path, vmm: &Vmm) -> Result<()> {
         .args(["-mgeneral-regs-only", &format!("-DROUNDS_OF_RESET={reset}")])
         .arg(format!("-DIS_PLUGGED={plugged}"))
         .arg(format!("-DIS_PACKED={packed}"))
+        .arg(format!("-DIS_MOVED={moved}"))
         .args(["-Wl,-T,guest.ld,--build-id=none,--no-warn-rwx-segments,-z,noexecstack"])
         .args(["-o", "guest", "start.S", "guest.c"]);
     output(&mut compiler).context("building the guest")?;

@@ -1,6 +1,7 @@
 //! Moves of a guest between two QEMUs.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -8,8 +9,71 @@ use ringhaul_tools::process::retry;
 use serde_json::json;
 
 use super::channel::QmpMonitor;
-use super::kvm::{KvmGuest, LIMIT, connect};
+use super::kvm::{KvmGuest, LIMIT, Vmm, connect};
 use super::trace;
+
+/// Bytes per second that no move of the small guest reaches.
+pub const FAST: u64 = 1 << 30;
+
+/// Bytes per second with which a move does not end.
+pub const SLOW: u64 = 64 << 10;
+
+/// A QEMU with the small guest, or one that waits for it: a [`Vmm::QemuMoved`].
+pub struct QemuHost {
+    /// The guest, or its console as far as it has run here.
+    pub guest: KvmGuest,
+    /// The monitor of this QEMU.
+    pub monitor: Mover,
+}
+
+impl QemuHost {
+    /// Starts a QEMU at the disk that is served on `socket`.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn start(vmm: &Vmm, socket: &Path) -> Result<Self> {
+        Self::of(KvmGuest::start(vmm, socket)?)
+    }
+
+    /// Like [`start`](Self::start), with a low priority: the guest polls its rings, and leaves
+    /// little time to servers of such a priority.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_nice(vmm: &Vmm, socket: &Path) -> Result<Self> {
+        let guest = KvmGuest::start_by(vmm, |folder| {
+            let command = vmm.command(folder, socket)?;
+            let mut nice = Command::new("nice");
+            nice.args(["-n", "10"]).arg(command.get_program()).args(command.get_args());
+            Ok(nice)
+        });
+        Self::of(guest?)
+    }
+
+    fn of(guest: KvmGuest) -> Result<Self> {
+        let monitor = Mover::new(&guest)?;
+        Ok(Self { guest, monitor })
+    }
+
+    /// Moves the guest to a QEMU that accepts it on `socket`, and waits until it has run there or
+    /// its disk is known to have failed, with the reason. Returns its last round here.
+    ///
+    /// # Errors
+    /// If it does not move, or does not run there or there alone.
+    pub fn move_to(
+        &mut self,
+        target: &mut Self,
+        socket: &Path,
+        disk_failure: impl FnMut() -> Option<String>,
+    ) -> Result<u64> {
+        self.monitor.begin(socket, FAST)?;
+        self.monitor.wait_for("completed")?;
+        let round = self.guest.round();
+        target.guest.wait_for_round_unless(round + 2, disk_failure)?;
+        ensure!(self.guest.round() == round, "the guest runs twice");
+        Ok(round)
+    }
+}
 
 /// The monitor of a QEMU, such as of [`Vmm::QemuMoved`](super::Vmm::QemuMoved), which moves its
 /// guest.

@@ -9,7 +9,6 @@ use ringhaul_tools::process;
 
 use super::accelerator::Accelerator;
 use super::image::{Image, KERNEL_OPTIONS, find_program};
-use super::trace;
 use super::vm::{Bus, VmOptions};
 
 /// The first QEMU that calls `reconnect` `reconnect-ms`: (major, minor).
@@ -42,9 +41,6 @@ pub(super) fn command(
         .args(["-serial", "chardev:agent"])
         .args(socket_chardev("monitor", &folder.join("monitor"), ""))
         .args(["-mon", "chardev=monitor,mode=control"]);
-    if options.traces_messages {
-        command.args(trace::arguments(folder));
-    }
     if options.boot_target.is_none() {
         command.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
         command.args(["-append", KERNEL_OPTIONS]);

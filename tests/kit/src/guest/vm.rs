@@ -52,8 +52,6 @@ pub struct Disk {
 pub struct VmOptions {
     /// Its disks, /dev/vda first.
     pub disks: Vec<Disk>,
-    /// True to keep the times of QEMU's vhost-user messages, see [`Mover::stop_time`].
-    pub traces_messages: bool,
     /// True to offer packed virtqueues to the guest's drivers.
     pub packed: bool,
     /// The target of the boot disk. With `Some`, the firmware boots from its LUN 0 on the first of
@@ -83,7 +81,6 @@ impl Default for VmOptions {
     fn default() -> Self {
         Self {
             disks: Vec::new(),
-            traces_messages: false,
             packed: false,
             boot_target: None,
             memory_mib: 1024,

@@ -1,9 +1,10 @@
 //! Moves during which a daemon is killed, and QEMUs that continue at the wrong place.
 
 use anyhow::{Result, ensure};
+use ringhaul_kit::guest::{FAST, SLOW};
 use ringhaul_tools::process::retry;
 
-use super::scene::{Device, DiskKind, FAST, SLOW, Scene};
+use super::scene::{Device, DiskKind, Scene};
 use crate::LIMIT;
 
 /// The daemon of the target is killed before the guest moves, and the daemon of the source after

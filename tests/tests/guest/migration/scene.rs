@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
-use ringhaul_kit::guest::{KVM_DISK_BYTES, KvmGuest, Mover, RingLayout, Vmm, lacks_kvm};
+use ringhaul_kit::guest::{KVM_DISK_BYTES, Mover, QemuHost, RingLayout, Vmm, lacks_kvm};
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, print_skipped};
 use ringhaul_tools::process::{output, retry};
@@ -15,19 +15,12 @@ use rustix::process::{Pid, Signal};
 
 use crate::LIMIT;
 
-/// A limit that no move of this guest reaches, and one with which a move does not end.
-pub(super) const FAST: u64 = 1 << 30;
-pub(super) const SLOW: u64 = 64 << 10;
+/// The moves of a guest: there and back, ten times.
+pub(super) const MOVES: usize = 20;
 
-/// The variable with the number of moves of a guest.
-const MOVES: &str = "RINGHAUL_MOVES";
-
-/// The number of moves of a guest, `usual` without the variable.
-pub(super) fn moves(usual: u32) -> Result<u32> {
-    match std::env::var(MOVES) {
-        Ok(moves) => moves.parse().with_context(|| format!("{MOVES}={moves} is no number")),
-        Err(_) => Ok(usual),
-    }
+/// The daemons to which a guest at `a` moves there and back.
+pub(super) fn targets(moves: usize) -> impl Iterator<Item = &'static str> {
+    ["b", "a"].into_iter().cycle().take(moves)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +83,7 @@ impl Switch {
 
 /// Prints the row of a table: medians in milliseconds, the largest value in brackets, and the share
 /// of the downtime in which the queues stop.
-pub(super) fn print_row(guest: &str, device: Device, kind: DiskKind, switches: &[Switch]) {
+pub(super) fn print_row(guest: &str, switches: &[Switch]) {
     let column = |times: Vec<Duration>| {
         let mut millis: Vec<f64> = times.iter().map(|time| time.as_secs_f64() * 1e3).collect();
         millis.sort_by(f64::total_cmp);
@@ -105,7 +98,7 @@ pub(super) fn print_row(guest: &str, device: Device, kind: DiskKind, switches: &
     let share =
         all(|switch| switch.stop).as_secs_f64() / all(|switch| switch.downtime).as_secs_f64();
     println!(
-        "| {guest} | {device:?} | {kind:?} | {} | {:.0} ({:.0}) | {:.1} ({:.1}) | {:.0}% |",
+        "| {guest} | {} | {:.0} ({:.0}) | {:.1} ({:.1}) | {:.0}% |",
         switches.len(),
         downtime.0,
         downtime.1,
@@ -113,12 +106,6 @@ pub(super) fn print_row(guest: &str, device: Device, kind: DiskKind, switches: &
         stop.1,
         share * 100.0,
     );
-}
-
-/// A QEMU.
-pub(super) struct QemuHost {
-    pub(super) guest: KvmGuest,
-    pub(super) monitor: Mover,
 }
 
 impl Scene {
@@ -192,6 +179,16 @@ impl Scene {
         self.folders.socket(name)
     }
 
+    /// True for virtio-scsi.
+    pub(super) fn is_scsi(&self) -> bool {
+        self.device.is_scsi()
+    }
+
+    /// True if a running guest locks the disk.
+    pub(super) fn has_locks(&self) -> bool {
+        self.kind.has_locks()
+    }
+
     /// True if the disk is an image.
     pub(super) fn is_image(&self) -> bool {
         self.kind == DiskKind::Qcow2
@@ -261,9 +258,7 @@ impl Scene {
         let layouts = [RingLayout::Split, RingLayout::Packed];
         let layout = layouts[usize::from(self.device.is_packed())];
         let vmm = Vmm::QemuMoved { layout, is_target, is_scsi: self.device.is_scsi() };
-        let guest = KvmGuest::start(&vmm, &self.folders.socket(name))?;
-        let monitor = Mover::new(&guest)?;
-        Ok(QemuHost { guest, monitor })
+        QemuHost::start(&vmm, &self.folders.socket(name))
     }
 
     /// Starts a QEMU that waits for a guest at the second result.
@@ -296,12 +291,7 @@ impl Scene {
         target: &mut QemuHost,
         socket: &Path,
     ) -> Result<u64> {
-        source.monitor.begin(socket, FAST)?;
-        source.monitor.wait_for("completed")?;
-        let round = source.guest.round();
-        target.guest.wait_for_round_unless(round + 2, || self.lock_failure())?;
-        ensure!(source.guest.round() == round, "the guest runs twice");
-        Ok(round)
+        source.move_to(target, socket, || self.lock_failure())
     }
 
     /// The line about a lock that a daemon has not obtained.

@@ -1,8 +1,9 @@
 //! The state of logical units, which `ringhaul ctl state` moves with a guest.
 
 use anyhow::{Context, Result, ensure};
+use ringhaul_kit::guest::{FAST, QemuHost};
 
-use super::scene::{Device, DiskKind, FAST, QemuHost, Scene};
+use super::scene::{Device, DiskKind, Scene};
 
 /// Attentions that the guest reports, as decimal numbers: POWER ON and REPORTED LUNS DATA HAS
 /// CHANGED.
