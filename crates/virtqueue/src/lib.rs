@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use virtqueue::{GuestMemory, LocalMemory, QueueConfig, SplitQueue};
+//! use virtqueue::{DeviceQueue, GuestMemory, LocalMemory, QueueConfig, SplitQueue};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)])?);
