@@ -144,9 +144,11 @@ impl<M: DriverMemory> PackedDriver<M> {
         self.counts[usize::from(id)] += u16::try_from(buffers.len()).expect("a ring is shorter");
     }
 
-    /// Writes the next descriptor of the ring.
+    /// Writes the next descriptor of the ring. Only the last one of a chain has the id (virtio 1.3,
+    /// section 2.8.6); a device must not use the ids of earlier ones.
     fn put_next(&mut self, id: u16, desc: Desc, next: u16) {
         assert!(self.room > 0, "the ring has no room");
+        let id = if next == 0 { id } else { !id };
         let lap = if self.next_avail & WRAP != 0 { AVAILABLE } else { USED };
         let (addr, rest) = words(desc, id, desc.flags | next | lap);
         let place = self.place_of(self.next_avail & !WRAP);

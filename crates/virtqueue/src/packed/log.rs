@@ -70,7 +70,17 @@ mod tests {
             let local = LocalMemory::new(Arc::clone(&memory));
             let mut queue = PackedQueue::new(local, config, PACKED_START).unwrap();
             let follower = Follower::new(&memory);
-            queue.set_log(Some(follower.log(0x3000)));
+            driver.add(&[Desc::writable(0x8000, 1)], None);
+            driver.publish();
+            // A process that was killed may have written to the ring without marks.
+            follower.check(|| {
+                let chain = queue.pop().unwrap().unwrap();
+                queue.push(chain.head, 1);
+                let _ = queue.publish();
+                assert!(!queue.enable_kicks());
+                queue.set_log(Some(follower.log(config.used_ring)));
+            });
+            driver.take_used().unwrap();
             for count in [1, 2, 7, 3] {
                 for _ in 0..count {
                     driver.add(&[Desc::writable(0x8000, 1)], None);

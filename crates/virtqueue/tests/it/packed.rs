@@ -395,6 +395,10 @@ fn kicks_are_asked_for_at_the_next_place() {
         queue.disable_kicks();
         assert!(!driver.needs_kick(old));
         let id = pop(&mut queue).head;
+        assert!(!queue.enable_kicks());
+        let next = at + 1;
+        let place = (next % 3) | if (next / 3).is_multiple_of(2) { WRAP } else { 0 };
+        assert_eq!(driver.device_events(), (place, 2), "behind a chain that is not used yet");
         queue.push(id, 0);
         let _ = queue.publish();
         driver.take_used().expect("it is visible");
