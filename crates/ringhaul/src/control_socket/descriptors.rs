@@ -62,7 +62,7 @@ impl OpenedFiles {
     }
 
     /// Opens the files that the disk of a unit names, for an export with these settings, like
-    /// [`of_export`](Self::of_export).
+    /// [`for_export`](Self::for_export).
     pub fn for_unit(unit: &UnitSpec, export: &ExportSettings, is_foreign: bool) -> Self {
         let mut all = Self::default();
         let (disk, settings) = unit.disk(export);

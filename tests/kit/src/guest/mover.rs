@@ -75,8 +75,7 @@ impl QemuHost {
     }
 }
 
-/// The monitor of a QEMU, such as of [`Vmm::QemuMoved`](super::Vmm::QemuMoved), which moves its
-/// guest.
+/// The monitor of a QEMU, such as of [`Vmm::QemuMoved`], which moves its guest.
 pub struct Mover {
     pub(super) monitor: QmpMonitor,
     folder: PathBuf,
