@@ -43,13 +43,15 @@ pub fn send_fds<'fd>(
 pub struct Receiver {
     stream: UnixStream,
     bytes: Vec<u8>,
+    /// The length of the first bytes, in which no line ends.
+    searched: usize,
     fds: VecDeque<OwnedFd>,
 }
 
 impl Receiver {
     /// Reads from `stream`.
     pub fn new(stream: UnixStream) -> Self {
-        Self { stream, bytes: Vec::new(), fds: VecDeque::new() }
+        Self { stream, bytes: Vec::new(), searched: 0, fds: VecDeque::new() }
     }
 
     /// The connection.
@@ -64,15 +66,17 @@ impl Receiver {
     /// When the connection fails, or the line is too long.
     pub fn line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
-            if let Some(end) = self.bytes.iter().position(|byte| *byte == b'\n') {
-                let rest = self.bytes.split_off(end + 1);
+            let new = &self.bytes[self.searched..];
+            if let Some(end) = new.iter().position(|byte| *byte == b'\n') {
+                let rest = self.bytes.split_off(std::mem::take(&mut self.searched) + end + 1);
                 let line = std::mem::replace(&mut self.bytes, rest);
                 if line.len() > 1 {
                     return Ok(Some(line));
                 }
                 continue;
             }
-            if self.bytes.len() > LINE_MAX {
+            self.searched = self.bytes.len();
+            if self.searched > LINE_MAX {
                 return Err(io::Error::other("an answer has no end"));
             }
             if !self.receive()? {
@@ -148,5 +152,24 @@ mod tests {
         }
         sender.join().unwrap();
         assert!(receiver.line().unwrap().is_none() && receiver.fds(1).is_err());
+    }
+
+    #[test]
+    fn a_line_that_comes_in_parts_is_whole() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let mut receiver = Receiver::new(theirs);
+        for (part, lines) in [
+            ("on", &[][..]),
+            ("e\ntwo\nthr", &["one\n", "two\n"]),
+            ("ee\n", &["three\n"]),
+            ("four\n", &["four\n"]),
+        ] {
+            (&ours).write_all(part.as_bytes()).unwrap();
+            for line in lines {
+                assert_eq!(receiver.line().unwrap().unwrap(), line.as_bytes());
+            }
+            assert_eq!(receiver.line().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        }
     }
 }
