@@ -222,7 +222,7 @@ impl Device {
     /// # Errors
     ///
     /// When a read-only field differs: the text names the field, its values here and there, and the
-    /// option or disk that both devices should share. Nothing is written then.
+    /// setting or disk that both devices should share. Nothing is written then.
     pub fn restore_config(&self, offset: usize, data: &[u8]) -> io::Result<()> {
         let fields = match self {
             Self::Blk(_) => &blk_config::FIELDS[..],

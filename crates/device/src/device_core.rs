@@ -145,7 +145,7 @@ pub(crate) struct Field {
     pub(crate) name: &'static str,
     /// Its bytes, at most 8.
     pub(crate) place: Range<usize>,
-    /// The disk or the option that gives it its value; `None` if drivers may write it.
+    /// The disk or the setting that gives it its value; `None` if drivers may write it.
     pub(crate) source: Option<&'static str>,
 }
 
@@ -165,6 +165,16 @@ impl Field {
         Self { name, place: Range { start, end: start + bytes }, source: None }
     }
 }
+
+/// The names and places of fields in a structure of a library.
+#[cfg(test)]
+macro_rules! field_places {
+    ($space:ty: $($name:ident)*) => {
+        [$((stringify!($name), std::mem::offset_of!($space, $name))),*]
+    };
+}
+#[cfg(test)]
+pub(crate) use field_places;
 
 /// Returns `len` bytes from `offset` on. Bytes beyond the end of `space` read as zeroes.
 pub(crate) fn read_space(space: &[u8], offset: usize, len: usize) -> Vec<u8> {
@@ -224,7 +234,7 @@ fn difference(
     }
     let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte));
     let (here, there) = (number(&here), number(&there));
-    format!("{name} is {here} here, {there} there; both need the same {source}")
+    format!("{name} is {here} here, {there} there; both devices need the same {source}")
 }
 
 #[cfg(test)]
@@ -236,7 +246,7 @@ mod tests {
     const FIELDS: [Field; 3] = [
         Field::writable("first", 1, 2),
         Field::writable("second", 3, 1),
-        Field::new("fixed", 4, 2, "--option"),
+        Field::new("fixed", 4, 2, "setting"),
     ];
 
     #[test]
@@ -263,9 +273,9 @@ mod tests {
             (0, &[7], Err("byte 0 of the configuration space is 0x1 here, 0x7 there")),
             (6, &[1], Err("byte 6 of the configuration space is 0x0 here, 0x1 there")),
             // 5 + 6 * 256
-            (4, &[9, 7], Err("fixed is 1541 here, 1801 there; both need the same --option")),
-            (3, &[9, 9], Err("fixed is 1541 here, 1545 there; both need the same --option")),
-            (5, &[0], Err("fixed is 1541 here, 5 there; both need the same --option")),
+            (4, &[9, 7], Err("fixed is 1541 here, 1801 there; both devices need the same setting")),
+            (3, &[9, 9], Err("fixed is 1541 here, 1545 there; both devices need the same setting")),
+            (5, &[0], Err("fixed is 1541 here, 5 there; both devices need the same setting")),
         ];
         for (offset, data, expected) in table {
             let parts = writable_parts(&SPACE, &FIELDS, offset, data);

@@ -30,17 +30,17 @@ const CONFIG_BYTES: usize = 60;
 pub(crate) const FIELDS: [Field; 19] = [
     Field::new("capacity", 0, 8, DISK),
     Field::new("size_max", 8, 4, DISK),
-    Field::new("seg_max", 12, 4, "--queue-size"),
+    Field::new("seg_max", 12, 4, "queue size"),
     Field::new("cylinders", 16, 2, DISK),
     Field::new("heads", 18, 1, DISK),
     Field::new("sectors", 19, 1, DISK),
-    Field::new("blk_size", 20, 4, "--logical-block-size"),
+    Field::new("blk_size", 20, 4, "logical block size"),
     Field::new("physical_block_exp", 24, 1, DISK),
     Field::new("alignment_offset", 25, 1, DISK),
     Field::new("min_io_size", 26, 2, DISK),
     Field::new("opt_io_size", 28, 4, DISK),
     Field::writable("writeback", WRITEBACK_OFFSET, 1),
-    Field::new("num_queues", 34, 2, "--num-queues"),
+    Field::new("num_queues", 34, 2, "number of queues"),
     Field::new("max_discard_sectors", 36, 4, READ_ONLY),
     Field::new("max_discard_seg", 40, 4, READ_ONLY),
     Field::new("discard_sector_alignment", 44, 4, DISK),
@@ -48,10 +48,10 @@ pub(crate) const FIELDS: [Field; 19] = [
     Field::new("max_write_zeroes_seg", 52, 4, READ_ONLY),
     Field::new("write_zeroes_may_unmap", 56, 1, READ_ONLY),
 ];
-/// The source of a field that no option sets.
+/// The source of a field that no setting gives its value.
 const DISK: &str = "disk";
-/// The option without which a device has the fields of discards and zeroes.
-const READ_ONLY: &str = "--read-only";
+/// The setting of a device without the fields of discards and zeroes.
+const READ_ONLY: &str = "read-only setting";
 
 /// The most sectors of one discard segment: 2 GiB. A hole of any size is one system call.
 pub(crate) const DISCARD_SECTORS_MAX: u32 = 1 << 22;
@@ -173,9 +173,8 @@ pub(super) fn space(
 
 #[cfg(test)]
 mod tests {
-    use std::mem::offset_of;
-
     use super::*;
+    use crate::device_core::field_places;
     use virtio_driver::{ByteValued, VirtioBlkConfig};
 
     fn disk(read_only: bool) -> DiskInfo {
@@ -247,12 +246,8 @@ mod tests {
 
     #[test]
     fn fields_have_the_names_and_places_of_the_specification() {
-        macro_rules! fields {
-            ($($name:ident)*) => {
-                [$((stringify!($name), offset_of!(VirtioBlkConfig, $name))),*]
-            };
-        }
-        let expected = fields![
+        let expected = field_places![
+            VirtioBlkConfig:
             capacity size_max seg_max cylinders heads sectors blk_size physical_block_exp
             alignment_offset min_io_size opt_io_size writeback num_queues max_discard_sectors
             max_discard_seg discard_sector_alignment max_write_zeroes_sectors max_write_zeroes_seg

@@ -23,10 +23,10 @@ const CONFIG_BYTES: usize = 36;
 pub(super) const SIZE_FIELDS: [Range<usize>; 2] = [20..24, 24..28];
 /// The fields of the configuration space.
 pub(crate) const FIELDS: [Field; 10] = [
-    Field::new("num_queues", 0, 4, "--num-queues"),
-    Field::new("seg_max", 4, 4, "--queue-size"),
+    Field::new("num_queues", 0, 4, "number of queues"),
+    Field::new("seg_max", 4, 4, "queue size"),
     Field::new("max_sectors", 8, 4, VERSION),
-    Field::new("cmd_per_lun", 12, 4, "--queue-size"),
+    Field::new("cmd_per_lun", 12, 4, "queue size"),
     Field::new("event_info_size", 16, 4, VERSION),
     Field::writable("sense_size", 20, 4),
     Field::writable("cdb_size", 24, 4),
@@ -117,20 +117,15 @@ pub(super) fn space(options: &ScsiOptions, sense_size: u32, cdb_size: u32) -> Ve
 
 #[cfg(test)]
 mod tests {
-    use std::mem::offset_of;
-
     use virtio_bindings::virtio_scsi::virtio_scsi_config;
 
     use super::*;
+    use crate::device_core::field_places;
 
     #[test]
     fn fields_have_the_names_and_places_of_the_specification() {
-        macro_rules! fields {
-            ($($name:ident)*) => {
-                [$((stringify!($name), offset_of!(virtio_scsi_config, $name))),*]
-            };
-        }
-        let expected = fields![
+        let expected = field_places![
+            virtio_scsi_config:
             num_queues seg_max max_sectors cmd_per_lun event_info_size sense_size cdb_size
             max_channel max_target max_lun
         ];

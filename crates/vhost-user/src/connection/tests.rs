@@ -338,7 +338,7 @@ fn messages_that_are_refused() {
         (GetInflightFd(InflightArea { queue_size: 2000, ..inflight_area() }), true, "of 2000"),
         (SetInflightFd(inflight_area()), true, "cannot have 0 descriptors"),
         (SetConfig(Config { flags: 2, ..config(WRITEBACK_OFFSET, &[0]) }), false, "flags 0x2"),
-        (SetConfig(moved), true, "another device: blk_size is 512 here, 4096 there; both need the"),
+        (SetConfig(moved), true, "another device: blk_size is 512 here, 4096 there; both devices"),
     ];
     for (request, is_grave, words) in table {
         let mut scene = Scene::new(PROTOCOL_FEATURES);
