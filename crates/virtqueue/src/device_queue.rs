@@ -1,10 +1,12 @@
-//! The trait of queues of each layout.
+//! The operations of queues that a device calls once for a batch of chains.
 
 use crate::error::QueueError;
 
-/// The rings of a virtqueue of any layout, as the device sees them.
+/// A virtqueue of any layout, as a device sees it between batches of chains.
 ///
-/// A generic function over a queue looks at the layout of a [`Virtqueue`](crate::Virtqueue) once.
+/// A step of a device is generic over it, and so checks the layout of a
+/// [`Virtqueue`](crate::Virtqueue) once. The queue of each layout pops and pushes chains by methods
+/// of its own.
 pub trait DeviceQueue {
     /// The number of chains to pop. Looks for new ones if `fresh`, or if none is known.
     ///
@@ -13,7 +15,7 @@ pub trait DeviceQueue {
     /// If the ring is bad: the device must stop this queue. No earlier chain is lost.
     fn available(&mut self, fresh: bool) -> Result<u16, QueueError>;
 
-    /// The number of chains to pop, by a fresh look. 0 if the ring is bad, which the next pop
+    /// The number of chains to pop, with new ones. 0 if the ring is bad, which the next pop
     /// reports.
     #[inline]
     fn available_now(&mut self) -> u16 {

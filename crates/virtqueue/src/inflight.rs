@@ -354,4 +354,4 @@ impl AccountAddress {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

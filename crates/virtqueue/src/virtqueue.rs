@@ -271,3 +271,81 @@ impl Virtqueue {
         either!(self, unmark_rest());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::death::tests::Follower;
+    use crate::driver::{Desc, Driver, PACKED_START, PackedDriver};
+    use crate::inflight::tests::world::GuestDriver;
+    use crate::memory::GuestMemory;
+
+    /// A split ring has flags and used idx on a page of their own, and its event on another one. In
+    /// a packed ring the first element of a batch is written last, and shows all of them.
+    fn config(layout: RingLayout, event_idx: bool) -> QueueConfig {
+        let (size, desc_table, avail_ring, used_ring, next_avail) = match layout {
+            RingLayout::Split => (512, 0x4000, 0x7000, 0x8ffc, 0),
+            RingLayout::Packed => (8, 0x1000, 0x2000, 0x3000, PACKED_START),
+        };
+        QueueConfig {
+            size,
+            desc_table,
+            avail_ring,
+            used_ring,
+            event_idx,
+            indirect: false,
+            next_avail,
+        }
+    }
+
+    fn driver(layout: RingLayout, memory: &Arc<GuestMemory>, config: QueueConfig) -> GuestDriver {
+        match layout {
+            RingLayout::Split => GuestDriver::Split(Driver::new(Arc::clone(memory), config)),
+            RingLayout::Packed => {
+                GuestDriver::Packed(PackedDriver::new(Arc::clone(memory), config))
+            }
+        }
+    }
+
+    fn serve(queue: &mut Virtqueue, count: u16) {
+        for _ in 0..count {
+            let chain = queue.pop().unwrap().unwrap();
+            queue.push(chain.head, 1);
+        }
+        assert_eq!(queue.publish_quietly(), count);
+        assert!(!queue.enable_kicks());
+    }
+
+    #[test]
+    fn a_front_end_that_copies_between_marks_and_stores_copies_the_ring_as_it_is() {
+        for (layout, counts) in
+            [(RingLayout::Split, [1, 2, 400, 300]), (RingLayout::Packed, [1, 2, 7, 3])]
+        {
+            for event_idx in [false, true] {
+                let config = config(layout, event_idx);
+                let memory = Arc::new(GuestMemory::anonymous(&[(0, 0x10000)]).unwrap());
+                let mut driver = driver(layout, &memory, config);
+                let local = LocalMemory::new(Arc::clone(&memory));
+                let mut queue = Virtqueue::new(local, layout, config, PACKED_START).unwrap();
+                let follower = Follower::new(&memory);
+                driver.offer(&[Desc::writable(0xf000, 1)], None);
+                // A process that was killed may have written to the ring without marks.
+                follower.check(|| {
+                    serve(&mut queue, 1);
+                    queue.set_log(Some(follower.log(config.used_ring)));
+                });
+                driver.take_used().unwrap();
+                for count in counts {
+                    for _ in 0..count {
+                        driver.offer(&[Desc::writable(0xf000, 1)], None);
+                    }
+                    follower.check(|| serve(&mut queue, count));
+                    follower.check(|| queue.disable_kicks());
+                    assert_eq!((0..count).filter_map(|_| driver.take_used()).count(), count.into());
+                }
+            }
+        }
+    }
+}

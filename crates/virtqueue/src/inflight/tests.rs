@@ -1,6 +1,6 @@
 //! Processes that die before each of their stores, and accounts that are wrong.
 
-pub(super) mod world;
+pub(crate) mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 

@@ -18,7 +18,7 @@ use crate::virtqueue::Virtqueue;
 type Memory = Arc<GuestMemory>;
 
 /// The driver's side of a ring.
-pub(in crate::inflight) enum GuestDriver {
+pub(crate) enum GuestDriver {
     Split(Driver<Memory>),
     Packed(PackedDriver<Memory>),
 }
@@ -37,13 +37,13 @@ macro_rules! either {
 
 impl GuestDriver {
     /// Makes a chain available.
-    pub(in crate::inflight) fn offer(&mut self, buffers: &[Desc], table: Option<u64>) -> u16 {
+    pub(crate) fn offer(&mut self, buffers: &[Desc], table: Option<u64>) -> u16 {
         let head = either!(self, add(buffers, table));
         either!(self, publish());
         head
     }
 
-    pub(in crate::inflight) fn take_used(&mut self) -> Option<Used> {
+    pub(crate) fn take_used(&mut self) -> Option<Used> {
         either!(self, take_used())
     }
 
