@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -14,6 +14,7 @@ use ringhaul_kit::cli::{
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::print_skipped;
+use rustix::process::geteuid;
 use serde_json::{Value, json};
 
 use super::{DISK_BYTES, is_root, schema, test_folders};
@@ -21,6 +22,14 @@ use super::{DISK_BYTES, is_root, schema, test_folders};
 /// Runs `ringhaul ctl` with these words.
 fn ctl(control: &Path, words: &[&str]) -> Result<Finished> {
     run(ringhaul()?.args(["ctl", "--control"]).arg(control).args(words))
+}
+
+/// Serves the export `vm`. Returns the control socket, too.
+fn serve_vm(folders: &TestFolders) -> Result<(Running, PathBuf)> {
+    let control = folders.socket("control");
+    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", DISK_BYTES)?)?;
+    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    Ok((daemon, control))
 }
 
 /// Runs `ringhaul ctl` with a pseudo-terminal as its stdout, and returns its output.
@@ -348,19 +357,17 @@ zpty -d shell"#;
 #[test]
 fn a_shown_export_has_its_front_end_and_its_queues() -> Result<()> {
     let folders = test_folders()?;
-    let (socket, control) = (folders.socket("vm.sock"), folders.socket("control"));
-    let mut command = serve(&socket, &folders.disk("disk.img", DISK_BYTES)?)?;
-    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let (daemon, control) = serve_vm(&folders)?;
     let options = "--rw randread --runtime 1h --timeout 1h --eta always";
-    let mut load = Running::start(&mut bench(&socket, options)?)?;
+    let mut load = Running::start(&mut bench(&folders.socket("vm.sock"), options)?)?;
     load.wait_for("IOPS")?;
     let shown = ctl_on_terminal(&control, "show vm")?;
     let row = |name: &str| {
         let mut lines = shown.lines().filter_map(|line| line.strip_prefix(name));
         lines.next().map(str::trim_start).with_context(|| format!("no {name} in:\n{shown}"))
     };
-    let process = format!("process {}, user 0", load.pid().as_raw_nonzero());
-    ensure!(row("front-end ")? == process, "{shown}");
+    let (process, user) = (load.pid().as_raw_nonzero(), geteuid().as_raw());
+    ensure!(row("front-end ")? == format!("process {process}, user {user}"), "{shown}");
     for (name, word) in [
         ("connected ", " s"),
         ("features ", "version-1"),
@@ -380,9 +387,7 @@ fn a_shown_export_has_its_front_end_and_its_queues() -> Result<()> {
 #[test]
 fn a_text_that_is_no_state_is_refused_before_the_daemon_is_asked() -> Result<()> {
     let folders = test_folders()?;
-    let control = folders.socket("control");
-    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", DISK_BYTES)?)?;
-    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let (daemon, control) = serve_vm(&folders)?;
     let long = format!("\"{}\"", "x".repeat(1 << 20));
     for (state, status, expected) in [
         (" \n", EXIT_USAGE, "standard input is empty; `ringhaul ctl state save`"),
@@ -412,9 +417,7 @@ fn the_only_control_socket_of_the_machine_is_used() -> Result<()> {
         return Ok(());
     }
     let folders = test_folders()?;
-    let control = folders.socket("control");
-    let mut command = serve(&folders.socket("vm.sock"), &folders.disk("disk.img", DISK_BYTES)?)?;
-    let daemon = Running::serve(command.args(["--name", "vm", "--control"]).arg(&control))?;
+    let (daemon, control) = serve_vm(&folders)?;
     let list = |places: &[&str]| -> Result<Finished> {
         // The folders are in a file system that only this command sees.
         let mut script = "mount -t tmpfs none /run".to_owned();

@@ -32,7 +32,7 @@ impl QemuHost {
     /// # Errors
     /// If it does not start.
     pub fn start(vmm: &Vmm, socket: &Path) -> Result<Self> {
-        Self::of(KvmGuest::start(vmm, socket)?)
+        Self::from_guest(KvmGuest::start(vmm, socket)?)
     }
 
     /// Like [`start`](Self::start), with a low priority: the guest polls its rings, and leaves
@@ -47,10 +47,10 @@ impl QemuHost {
             nice.args(["-n", "10"]).arg(command.get_program()).args(command.get_args());
             Ok(nice)
         });
-        Self::of(guest?)
+        Self::from_guest(guest?)
     }
 
-    fn of(guest: KvmGuest) -> Result<Self> {
+    fn from_guest(guest: KvmGuest) -> Result<Self> {
         let monitor = Mover::new(&guest)?;
         Ok(Self { guest, monitor })
     }
