@@ -9,7 +9,8 @@
 //!   abandoned connection, and `abandoned.rs` keeps its requests;
 //! - `client.rs` has the requests of an IoThread, `requests.rs` the state of each, and `shared.rs`
 //!   the state common to all IoThreads;
-//! - `disk.rs` turns requests to a disk into requests to the server.
+//! - `disk.rs` turns requests to a disk into requests to the server. Another IoThread may carry one
+//!   out: `loaned_op.rs` lends it the memory, and `borrower.rs` returns the result.
 //!
 //! If the server reports that its connections agree with each other, each IoThread has its own
 //! connection. Otherwise one connection carries all requests, on the IoThread that came first.

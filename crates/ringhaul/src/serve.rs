@@ -22,7 +22,7 @@ use crate::daemon::reload::Reload;
 use crate::daemon::saved_state::SavedState;
 use crate::daemon::{Daemon, Shutdown};
 use crate::log;
-use crate::monitoring::server;
+use crate::monitoring::server as metrics_server;
 use crate::options::ServeArgs;
 use crate::options::config::{Config, ConfigFile};
 use crate::process::service_manager;
@@ -231,7 +231,7 @@ fn start_metrics(
     address: Option<&MetricsAddress>,
     daemon: &Arc<Daemon>,
 ) -> Result<Option<ThreadGuard>> {
-    address.map(|address| server::start(address, Arc::downgrade(daemon))).transpose()
+    address.map(|address| metrics_server::start(address, Arc::downgrade(daemon))).transpose()
 }
 
 /// Waits for the end of the daemon, and returns the status with which the process exits.

@@ -173,7 +173,7 @@ impl Run {
             }
             let Some(step) = self.choose(&steps) else {
                 let hung = if self.holds_ops() { " beside a disk that hangs" } else { "" };
-                let text = format!("no one can continue{hung}{}", self.stack.describe());
+                let text = format!("nothing can continue{hung}{}", self.stack.describe());
                 return Err(Failure::new("lost wake", text));
             };
             turns += u64::from(matches!(step, Step::Turn(_)));

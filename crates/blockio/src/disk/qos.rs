@@ -319,7 +319,7 @@ mod tests {
         Limits { requests, ..Limits::default() }
     }
 
-    /// Returns true if requests pass limits of the disk or of its group.
+    /// The limits that requests pass: of the disk, and of its group.
     fn passes(disk: &SharedState) -> [bool; 2] {
         let (_, rules) = disk.rules();
         let passes = [rules.own.is_some(), rules.shared.is_some()];

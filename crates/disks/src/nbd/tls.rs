@@ -341,7 +341,7 @@ mod tests {
         }
     }
 
-    /// Opening a client would wait for its writer.
+    /// Opening a pipe would wait for its writer.
     #[test]
     #[cfg_attr(miri, ignore = "asks the kernel")]
     fn a_pipe_in_the_place_of_a_certificate_or_key_is_refused() {
