@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, read_counters, ringhaul, run};
 use ringhaul_kit::nbd_server::free_port;
 use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::retry;
@@ -204,12 +204,9 @@ fn a_server_that_is_killed_under_load_costs_no_request() -> Result<()> {
 /// Waits until the daemon has answered more than 100 further writes.
 pub(super) fn wait_for_load(folders: &TestFolders) -> Result<()> {
     let writes = || -> Result<u64> {
-        let mut ctl = ringhaul()?;
-        ctl.args(["ctl", "--control"]).arg(folders.socket("control"));
-        let output = run(ctl.args(["--json", "stats"]))?.expect_code(0)?.stdout;
-        let stats: serde_json::Value = serde_json::from_str(&output).context("the statistics")?;
-        let queues = stats["exports"][0]["queues"].as_array();
-        let queues = queues.with_context(|| format!("no queues in {output}"))?;
+        let counters = read_counters(&folders.socket("control"))?;
+        let queues = counters["queues"].as_array();
+        let queues = queues.with_context(|| format!("no queues in {counters}"))?;
         Ok(queues.iter().filter_map(|queue| queue["served"]["writes"]["requests"].as_u64()).sum())
     };
     let before = writes()?;

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Running, TestFolders, read_counters, ringhaul, run};
 use ringhaul_kit::guest::{KVM_DISK_BYTES, Mover, QemuHost, RingLayout, Vmm, lacks_kvm};
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, print_skipped};
@@ -241,6 +241,14 @@ impl Scene {
     /// Waits for a line in the log of a daemon.
     pub(super) fn wait_for_log(&mut self, name: &str, text: &str) -> Result<String> {
         self.daemons.get_mut(name).context("no such daemon")?.wait_for(text)
+    }
+
+    /// The number of requests that a daemon has answered.
+    pub(super) fn answered_requests(&self, name: &str) -> Result<u64> {
+        let counters = read_counters(&self.control(name))?;
+        let operations = counters["operations"].as_array();
+        let operations = operations.with_context(|| format!("no operations in {counters}"))?;
+        Ok(operations.iter().filter_map(|operation| operation["requests"].as_u64()).sum())
     }
 
     /// The process of a daemon.
