@@ -1,9 +1,8 @@
 //! A FUSE file system with one file, which can withhold its answers.
 //!
 //! Any process that touches the file waits in the kernel until this program answers. It understands
-//! only the few messages that the tests need (the kernel's `include/uapi/linux/fuse.h`). The file
-//! holds zeroes and cannot be written to, or it has the contents of a [`Journal`], which notes each
-//! change.
+//! only the messages that tests need (`include/uapi/linux/fuse.h` of Linux). The file holds zeroes
+//! and cannot be written to, or it has the contents of a [`Journal`], which notes each change.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -15,6 +14,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::process::Pid;
 use tempfile::TempDir;
@@ -66,6 +67,7 @@ const DIRECT_IO: u32 = 1 << 0;
 const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 /// A flag of `SETATTR`: the request has a size.
 const HAS_SIZE: u32 = 1 << 3;
+const DSYNC: u32 = OFlags::DSYNC.bits();
 /// Larger than any request.
 const REQUEST_BYTES: usize = 256 << 10;
 const HEADER_BYTES: usize = 40;
@@ -79,7 +81,7 @@ struct State {
     withheld: Option<(Pid, Vec<u32>)>,
     waiting: Vec<Request>,
     /// The error with which withheld requests fail at once.
-    fails: Option<i32>,
+    fails: Option<Errno>,
     /// The duration of reads, and the thread that answers them.
     slow: Option<(Duration, mpsc::Sender<(Instant, Request)>)>,
     /// The thread that answers changes, which the journal has noted, out of order.
@@ -198,11 +200,11 @@ impl Fuse {
     pub fn fail(&self) {
         let waiting = {
             let mut state = self.shared.state();
-            state.fails = Some(libc_errno::EIO);
+            state.fails = Some(Errno::IO);
             std::mem::take(&mut state.waiting)
         };
         for request in waiting {
-            self.shared.answer_with(&request, FuseReply::Error(libc_errno::EIO));
+            self.shared.answer_with(&request, FuseReply::Error(Errno::IO));
         }
     }
 
@@ -298,7 +300,7 @@ impl Shared {
             let len = match (&self.device).read(&mut bytes) {
                 Ok(len) => len,
                 // The kernel aborted a request before it could be read.
-                Err(error) if matches!(error.raw_os_error(), Some(libc_errno::ENOENT)) => continue,
+                Err(error) if Errno::from_io_error(&error) == Some(Errno::NOENT) => continue,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 // The file system is no longer mounted.
                 Err(_) => return,
@@ -329,7 +331,7 @@ impl Shared {
             if let (Some(journal), Some(changes)) = (&self.journal, changes)
                 && let Some((change, reply)) = request.change()
             {
-                let number = journal.begin(change, false);
+                let number = journal.begin(change, request.is_forced());
                 let _ = changes.send((number, request, reply));
                 continue;
             }
@@ -366,7 +368,7 @@ impl Shared {
         let (error, body) = match reply {
             FuseReply::None => return,
             FuseReply::Body(body) => (0, body),
-            FuseReply::Error(errno) => (-errno, Vec::new()),
+            FuseReply::Error(errno) => (-errno.raw_os_error(), Vec::new()),
         };
         let len = u32::try_from(16 + body.len()).expect("an answer is short");
         let mut bytes = len.to_ne_bytes().to_vec();
@@ -381,14 +383,7 @@ impl Shared {
 enum FuseReply {
     None,
     Body(Vec<u8>),
-    Error(i32),
-}
-
-/// Error numbers of the kernel on the tested architectures.
-mod libc_errno {
-    pub(super) const ENOENT: i32 = 2;
-    pub(super) const EIO: i32 = 5;
-    pub(super) const ENOSYS: i32 = 38;
+    Error(Errno),
 }
 
 impl Request {
@@ -411,6 +406,11 @@ impl Request {
 
     fn long(&self, at: usize) -> Option<u64> {
         self.body.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes)
+    }
+
+    /// True for a write whose answer promises stable data (`RWF_DSYNC`).
+    fn is_forced(&self) -> bool {
+        self.opcode == opcode::WRITE && self.word(32).is_some_and(|flags| flags & DSYNC != 0)
     }
 
     /// The change that this requests, for a file with a journal, and its answer.
@@ -445,7 +445,7 @@ impl Request {
                     let head = [FILE, 0, VALID_S, VALID_S, 0].map(u64::to_ne_bytes).concat();
                     FuseReply::Body([head, attributes(FILE, size)].concat())
                 }
-                _ => FuseReply::Error(libc_errno::ENOENT),
+                _ => FuseReply::Error(Errno::NOENT),
             },
             opcode::GETATTR => {
                 let head = [VALID_S, 0].map(u64::to_ne_bytes).concat();
@@ -472,7 +472,7 @@ impl Request {
             }
             opcode::FLUSH | opcode::RELEASE => FuseReply::Body(Vec::new()),
             opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => FuseReply::None,
-            _ => FuseReply::Error(libc_errno::ENOSYS),
+            _ => FuseReply::Error(Errno::NOSYS),
         }
     }
 }

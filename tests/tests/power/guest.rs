@@ -43,6 +43,8 @@ struct Op {
 /// The log of requests and answers.
 pub(super) struct Log {
     first: Vec<Version>,
+    /// True if an answer promises stable data. The guest flushes nothing then.
+    is_stable: bool,
     ops: Vec<Op>,
     /// Begin and end of each flush.
     flushes: Vec<(usize, usize)>,
@@ -55,8 +57,8 @@ enum Request {
 }
 
 impl Log {
-    pub(super) fn new(first: Vec<Version>) -> Self {
-        Self { first, ops: Vec::new(), flushes: Vec::new() }
+    pub(super) fn new(first: Vec<Version>, is_stable: bool) -> Self {
+        Self { first, is_stable, ops: Vec::new(), flushes: Vec::new() }
     }
 
     /// Records that the disk has grown to `sectors`, by sectors of zeroes.
@@ -74,9 +76,10 @@ impl Log {
         let covered = answered.map(|(begun, _)| *begun).max().unwrap_or(0);
         let mut allowed: Vec<Vec<Version>> = self.first.iter().map(|one| vec![*one]).collect();
         for op in self.ops.iter().filter(|op| op.begun < at) {
+            let is_stable = op.ended < covered || self.is_stable && op.ended <= at;
             for sector in op.sectors.clone() {
                 let sector = &mut allowed[usize::try_from(sector).expect("a sector of a test")];
-                if op.ended < covered && !op.is_hint {
+                if is_stable && !op.is_hint {
                     sector.clear();
                 }
                 sector.push(op.version);
@@ -97,7 +100,7 @@ impl Log {
         while self.ops.len() < until {
             let mut waiting = HashMap::new();
             for part in 0..PARTS {
-                if random.below(16) == 0 {
+                if random.below(16) == 0 && !self.is_stable {
                     let begun = journal.now();
                     submit(frontend, part, blk::FLUSH, 0, &[])?;
                     waiting.insert(part, Request::Flush(begun));

@@ -1,5 +1,6 @@
-//! A run of a daemon with a recorded image, and the loss of power in it.
+//! A run of a daemon with a recorded disk, and the loss of power in it.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,6 +28,12 @@ const OPENED: usize = 14;
 /// The version of sectors in the backing file.
 const BASE: Version = 1;
 
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) enum Format {
+    Raw,
+    Qcow2,
+}
+
 /// A file below the image that it names as its backing file.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(super) enum Base {
@@ -35,7 +42,7 @@ pub(super) enum Base {
     Qcow2,
 }
 
-/// A place for the image.
+/// A place for the disk.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(super) enum Below {
     /// A file that grows.
@@ -46,15 +53,36 @@ pub(super) enum Below {
 
 #[derive(Clone)]
 pub(super) struct Kind {
+    pub(super) format: Format,
     /// Options of `qemu-img create`.
     pub(super) options: &'static str,
     pub(super) base: Base,
     pub(super) below: Below,
+    /// The value of `--cache`.
+    pub(super) cache: &'static str,
     /// True if the disk was full once, and then discarded in part.
     pub(super) is_used: bool,
     /// True if the disk is enlarged between requests.
     pub(super) grows: bool,
+    /// True if another process takes over between requests.
+    pub(super) is_taken_over: bool,
     pub(super) requests: usize,
+}
+
+impl Kind {
+    /// True if the answer to a write promises stable data.
+    fn is_stable(&self) -> bool {
+        matches!(self.cache, "directsync" | "writethrough")
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.format {
+            Format::Raw => write!(f, "raw, cache={}", self.cache),
+            Format::Qcow2 => write!(f, "{}, cache={}", self.options, self.cache),
+        }
+    }
 }
 
 pub(super) struct Recorded {
@@ -67,13 +95,13 @@ pub(super) struct Recorded {
 }
 
 impl Recorded {
-    /// Makes an image, and runs a guest on it. `None` if this machine lacks something.
+    /// Makes a disk, and runs a guest on it. `None` if this machine lacks something.
     pub(super) fn run(kind: &Kind) -> Result<Option<Self>> {
         if !is_installed("qemu-img") {
             return Ok(None);
         }
         let folders = TestFolders::new(env!("CARGO_TARGET_TMPDIR"))?;
-        let log = Log::new(make_image(kind, &folders)?);
+        let log = Log::new(make_disk(kind, &folders)?, kind.is_stable());
         let mut content = fs::read(folders.path("image"))?;
         if kind.below == Below::Nbd {
             content.resize(SERVER_BYTES, STALE);
@@ -82,20 +110,20 @@ impl Recorded {
         let mut this = Self { kind: kind.clone(), folders, journal, log, clock: 0..0 };
         let is_done = match kind.below {
             Below::Fuse => match Fuse::mount_recorded(&this.journal)? {
-                Some(fuse) => this.use_image(&format!("file,path={}", fuse.file().display())),
+                Some(fuse) => this.use_disk(&format!("file,path={}", fuse.file().display())),
                 None => return Ok(None),
             },
             Below::Nbd => {
                 let socket = this.folders.socket("server");
                 let _server = NbdRecorder::start(&socket, &this.journal)?;
-                this.use_image(&format!("nbd,socket={}", socket.display()))
+                this.use_disk(&format!("nbd,socket={}", socket.display()))
             }
         };
-        is_done.with_context(|| kind.options.to_owned())?;
+        is_done.with_context(|| kind.to_string())?;
         Ok(Some(this))
     }
 
-    fn use_image(&mut self, below: &str) -> Result<()> {
+    fn use_disk(&mut self, below: &str) -> Result<()> {
         let mut daemon = self.serve("disk.sock", &self.disk(below))?;
         let socket = self.folders.socket("disk.sock");
         let setup = Setup::default();
@@ -112,29 +140,37 @@ impl Recorded {
             run(command.arg("resize").arg(&socket).arg(&size))?.expect_code(0)?;
             self.log.grow(2 * DISK_BYTES / SECTOR);
         }
+        if self.kind.is_taken_over {
+            daemon = take_over(&self.folders, daemon)?;
+        }
         self.log.run(&mut frontend, &journal, random, requests - requests / 2)?;
-        let flushed = frontend.request(0, blk::FLUSH, 0, &[], 0)?.status;
-        ensure!(flushed == blk::OK, "a flush ended with {flushed}");
+        if !self.kind.is_stable() {
+            let flushed = frontend.request(0, blk::FLUSH, 0, &[], 0)?.status;
+            ensure!(flushed == blk::OK, "a flush ended with {flushed}");
+        }
         drop(frontend);
         daemon.signal(Signal::TERM)?;
         daemon.finish()?.expect_code(0)?;
         self.clock = begun..journal.now();
         let (writes, flushes, bytes) = journal.totals();
-        eprintln!("{}: {writes} writes of {bytes} bytes, {flushes} flushes", self.kind.options);
+        eprintln!("{}: {writes} writes of {bytes} bytes, {flushes} flushes", self.kind);
         Ok(())
     }
 
     fn disk(&self, below: &str) -> String {
-        match self.kind.base {
-            Base::None => format!("qcow2,over={below}"),
-            Base::Raw | Base::Qcow2 => format!("qcow2,backing=anywhere,over={below}"),
+        match (self.kind.format, self.kind.base) {
+            (Format::Raw, _) => below.to_owned(),
+            (Format::Qcow2, Base::None) => format!("qcow2,over={below}"),
+            (Format::Qcow2, Base::Raw | Base::Qcow2) => {
+                format!("qcow2,backing=anywhere,over={below}")
+            }
         }
     }
 
     fn serve(&self, socket: &str, disk: &str) -> Result<Running> {
         let mut command = ringhaul()?;
         command.arg("serve").arg("--socket-path").arg(self.folders.socket(socket));
-        command.args(["--cache", "none", "--disk", disk]);
+        command.args(["--cache", self.kind.cache, "--disk", disk]);
         command.arg("--control").arg(self.folders.socket("control"));
         Running::serve(&mut command)
     }
@@ -156,7 +192,7 @@ impl Recorded {
                 }
                 Ok(has_leaks)
             };
-            let what = || format!("{}: {cut:?}", self.kind.options);
+            let what = || format!("{}: {cut:?}", self.kind);
             leaks += usize::from(check_cut(random).with_context(what)?);
         }
         Ok(leaks)
@@ -187,8 +223,11 @@ impl Recorded {
         Ok(path)
     }
 
-    /// Checks that QEMU finds no damage, and returns whether it finds leaked clusters.
+    /// Checks that QEMU finds no damage, and returns true if it finds leaked clusters.
     fn check(&self, path: &Path) -> Result<bool> {
+        if self.kind.format == Format::Raw {
+            return Ok(false);
+        }
         let mut command = Command::new("qemu-img");
         let output = command.args(["check", "-f", "qcow2"]).arg(path).output()?;
         match output.status.code() {
@@ -201,12 +240,20 @@ impl Recorded {
         }
     }
 
-    /// Checks that each sector has one of its allowed versions.
-    fn compare(&self, path: &Path, at: usize) -> Result<()> {
+    /// The contents of the disk, as its guest sees them.
+    fn read(&self, path: &Path) -> Result<Vec<u8>> {
+        if self.kind.format == Format::Raw {
+            return Ok(fs::read(path)?);
+        }
         let raw = self.folders.path("raw").display().to_string();
         let image = path.display().to_string();
         run_program("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", &image, &raw])?;
-        let content = fs::read(&raw)?;
+        Ok(fs::read(&raw)?)
+    }
+
+    /// Checks that each sector has one of its allowed versions.
+    fn compare(&self, path: &Path, at: usize) -> Result<()> {
+        let content = self.read(path)?;
         let mut whole = std::collections::HashMap::new();
         let allowed = self.log.allowed(at);
         for (number, sector) in content.chunks(SECTOR).enumerate() {
@@ -239,9 +286,23 @@ impl Recorded {
     }
 }
 
-/// Makes the image, and returns the version of each sector.
-fn make_image(kind: &Kind, folders: &TestFolders) -> Result<Vec<Version>> {
+/// Starts a process that takes over from `daemon`.
+fn take_over(folders: &TestFolders, daemon: Running) -> Result<Running> {
+    let mut command = ringhaul()?;
+    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
+    let mut next = Running::start(&mut command)?;
+    next.wait_for("took over 1 export")?;
+    daemon.finish()?.expect_code(0)?;
+    Ok(next)
+}
+
+/// Makes the disk, and returns the version of each sector.
+fn make_disk(kind: &Kind, folders: &TestFolders) -> Result<Vec<Version>> {
     let path = |name: &str| folders.path(name).display().to_string();
+    if kind.format == Format::Raw {
+        fs::write(path("image"), vec![0; DISK_BYTES])?;
+        return Ok(vec![0; DISK_BYTES / SECTOR]);
+    }
     let [image, base, raw] = ["image", "base", "raw-base"].map(path);
     let size = DISK_BYTES.to_string();
     let mut create = vec!["create", "-q", "-f", "qcow2", "-o", kind.options];
