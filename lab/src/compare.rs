@@ -1,8 +1,9 @@
 //! `cargo lab compare`: compares Ringhaul with qemu-storage-daemon on the same disks, driven by the
 //! same load generator, and with fio on the disks themselves as the limit.
 //!
-//! Machines drift during measurements. So the servers alternate within each round of a workload,
-//! each round starts with another server, and ratios are taken within a round.
+//! Machines drift during measurements. So the servers alternate within each round of a workload, in
+//! an order that gives a server another predecessor in each round, and ratios are taken within a
+//! round.
 
 mod base;
 mod measure;
@@ -206,8 +207,7 @@ fn measure_cell(
     progress.skip((Server::under(target, workload).len() - servers.len()) * (rounds + 1));
     let mut series: Vec<Series> = servers.iter().map(|server| Series::new(*server)).collect();
     for round in 0..rounds {
-        for turn in 0..servers.len() {
-            let index = (turn + round) % servers.len();
+        for index in order(servers.len(), round) {
             progress.step(&format!("{target}/{workload} round {} {}", round + 1, servers[index]));
             series[index].samples.push(bench.sample(servers[index], disk, workload, round)?);
         }
@@ -222,6 +222,18 @@ fn measure_cell(
     Ok(cell)
 }
 
+/// The order of `count` programs in a round, a zigzag that begins with the round's own program.
+///
+/// In `count` rounds each program has each place once. A disk with a budget of bytes is slower after
+/// a fast program, so no program may always follow the same one.
+fn order(count: usize, round: usize) -> impl Iterator<Item = usize> {
+    let distances = (0..count).map(move |place| match place % 2 {
+        0 => count - place / 2,
+        _ => place.div_ceil(2),
+    });
+    distances.map(move |distance| (round + distance) % count)
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser;
@@ -232,6 +244,27 @@ mod tests {
     struct Program {
         #[command(flatten)]
         args: Args,
+    }
+
+    #[test]
+    fn each_round_gives_a_program_another_place_and_predecessor() {
+        for count in 1..=12_usize {
+            let mut places = vec![vec![0; count]; count];
+            let mut pairs = vec![vec![0; count]; count];
+            for round in 0..count {
+                let order: Vec<_> = order(count, round).collect();
+                for (place, program) in order.iter().enumerate() {
+                    places[*program][place] += 1;
+                }
+                for pair in order.windows(2) {
+                    pairs[pair[0]][pair[1]] += 1;
+                }
+            }
+            assert!(places.iter().flatten().all(|times| *times == 1), "{places:?}");
+            // An odd number of programs has fewer rounds than its pairs need.
+            let most = 1 + count % 2;
+            assert!(pairs.iter().flatten().all(|times| *times <= most), "{count}: {pairs:?}");
+        }
     }
 
     #[test]
