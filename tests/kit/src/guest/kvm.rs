@@ -327,11 +327,20 @@ impl KvmGuest {
         String::from_utf8_lossy(&console).replace('\r', "")
     }
 
+    /// The output without an incomplete last line. The guest writes a line in parts, and carries
+    /// out commands between them.
+    #[must_use]
+    pub fn complete_lines(&self) -> String {
+        let mut console = self.console();
+        console.truncate(console.rfind('\n').map_or(0, |end| end + 1));
+        console
+    }
+
     /// The last round in which all requests were answered correctly.
     #[must_use]
     pub fn round(&self) -> u64 {
-        let console = self.console();
-        let numbers = console.lines().filter_map(|line| line.strip_prefix("round ")?.parse().ok());
+        let lines = self.complete_lines();
+        let numbers = lines.lines().filter_map(|line| line.strip_prefix("round ")?.parse().ok());
         numbers.max().unwrap_or(0)
     }
 
@@ -354,14 +363,14 @@ impl KvmGuest {
     ) -> Result<()> {
         let mut ended = None;
         let waited = retry(LIMIT, || {
-            let console = self.console();
             if let Some(failure) = disk_failure() {
-                ended = Some(format!("{console}\n{failure}"));
+                ended = Some(format!("{}\n{failure}", self.console()));
                 return Ok(());
             }
-            let has_failed = console.lines().any(|line| line.starts_with("failed: "));
+            let lines = self.complete_lines();
+            let has_failed = lines.lines().any(|line| line.starts_with("failed: "));
             if has_failed || self.monitor.try_wait()?.is_some() {
-                ended = Some(console);
+                ended = Some(self.console());
                 return Ok(());
             }
             ensure!(self.round() >= wanted, "round {wanted} is not over");

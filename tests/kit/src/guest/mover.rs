@@ -173,8 +173,15 @@ impl Mover {
     /// Lets a paused guest continue, or the guest of a source after a complete move.
     ///
     /// # Errors
-    /// If QEMU refuses.
+    /// If QEMU refuses, or does not finish loading a guest.
     pub fn resume(&mut self) -> Result<()> {
+        // A target loads the guest for a while after the source reports a complete move. QEMU
+        // forgets a command of that time if the guest was paused.
+        retry(LIMIT, || {
+            let status = self.monitor.execute("query-status")?;
+            ensure!(status["status"] != "inmigrate", "QEMU still loads the guest: {status}");
+            Ok(())
+        })?;
         self.monitor.execute("cont")?;
         Ok(())
     }

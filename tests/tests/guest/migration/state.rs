@@ -15,8 +15,8 @@ const RESERVED: &str = "reservation 7 write cache 0\n";
 
 /// The last report of a guest about its unit.
 fn last_report(place: &QemuHost) -> Result<String> {
-    let console = place.guest.console();
-    let mut reports = console.lines().filter(|line| line.starts_with("reservation "));
+    let lines = place.guest.complete_lines();
+    let mut reports = lines.lines().filter(|line| line.starts_with("reservation "));
     Ok(format!("{}\n", reports.next_back().context("the guest reports nothing")?))
 }
 
