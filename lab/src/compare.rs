@@ -224,8 +224,8 @@ fn measure_cell(
 
 /// The order of `count` programs in a round, a zigzag that begins with the round's own program.
 ///
-/// In `count` rounds each program has each place once. A disk with a budget of bytes is slower after
-/// a fast program, so no program may always follow the same one.
+/// In `count` rounds each program has each place once. A disk with a budget of bytes is slower
+/// after a fast program, so no program may always follow the same one.
 fn order(count: usize, round: usize) -> impl Iterator<Item = usize> {
     let distances = (0..count).map(move |place| match place % 2 {
         0 => count - place / 2,

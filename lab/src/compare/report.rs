@@ -249,16 +249,16 @@ impl Comparison {
 
 const EXPLANATION: &str = "
 Figures are medians of the rounds, with the least and the greatest in brackets. In each round
-the programs take turns in another order, each freshly started; the load generator is the same. fio drives the disk
-itself, without a server or a virtqueue in between, and is the limit. Ratios are Ringhaul's figure
-divided by the other's in the same round, median of the rounds: more is better for IOPS, less for
-the others; the rival is that setting of qemu-storage-daemon which has most IOPS under the same
-workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight region, it is our
-virtio-blk with the same engine; of an image also its bytes without the format (raw). A wake is that
-of an IoThread by another thread, such as one of librbd. All bypass the page cache, the servers
-offer a write cache, and none gets a flush, so writes are equally durable. A server has a session of
-its own, as a service has; busy loops have one each, and the mixed load (compilers, a writer that
-flushes, threads that sleep and wake) has one. Latencies are the load
+the programs take turns in another order, each freshly started; the load generator is the same. fio
+drives the disk itself, without a server or a virtqueue in between, and is the limit. Ratios are
+Ringhaul's figure divided by the other's in the same round, median of the rounds: more is better for
+IOPS, less for the others; the rival is that setting of qemu-storage-daemon which has most IOPS
+under the same workload, and of our virtio-scsi (SCSI), and of a driver that keeps an inflight
+region, it is our virtio-blk with the same engine; of an image also its bytes without the format
+(raw). A wake is that of an IoThread by another thread, such as one of librbd. All bypass the page
+cache, the servers offer a write cache, and none gets a flush, so writes are equally durable. A
+server has a session of its own, as a service has; busy loops have one each, and the mixed load
+(compilers, a writer that flushes, threads that sleep and wake) has one. Latencies are the load
 generator's, from the driver's side, and fio's from submit to completion. The kernel's workers, to
 whom io_uring hands requests that may block, run on any CPU, for all alike, and their time is not in
 fio's.
