@@ -222,7 +222,8 @@ fn measure_cell(
     Ok(cell)
 }
 
-/// The order of `count` programs in a round, a zigzag that begins with the round's own program.
+/// The order of `count` programs in a round: the program with the round's number, then its
+/// neighbours in turn, from the nearest to the farthest.
 ///
 /// In `count` rounds each program has each place once. A disk with a budget of bytes is slower
 /// after a fast program, so no program may always follow the same one.

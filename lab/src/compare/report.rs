@@ -249,7 +249,7 @@ impl Comparison {
 
 const EXPLANATION: &str = "
 Figures are medians of the rounds, with the least and the greatest in brackets. In each round
-the programs take turns in another order, each freshly started; the load generator is the same. fio
+the programs take turns in a new order, each freshly started; the load generator is the same. fio
 drives the disk itself, without a server or a virtqueue in between, and is the limit. Ratios are
 Ringhaul's figure divided by the other's in the same round, median of the rounds: more is better for
 IOPS, less for the others; the rival is that setting of qemu-storage-daemon which has most IOPS
