@@ -12,7 +12,7 @@ use anyhow::{Result, ensure};
 use recorded::{Base, Below, Format, Kind, Recorded};
 
 /// Cuts of each recorded run.
-const CUTS: usize = 28;
+const CUTS: usize = 42;
 
 /// The plain kind of image; each test varies some of its fields.
 const PLAIN: Kind = Kind {
@@ -63,7 +63,7 @@ images_survive! {
     stable_writes_on_a_server: { cache: "directsync", below: Below::Nbd, is_taken_over: true },
     raw: { format: Format::Raw, grows: true },
     raw_stable_writes: { format: Format::Raw, cache: "directsync", is_taken_over: true },
-    raw_stable_writes_in_the_page_cache: { format: Format::Raw, cache: "writethrough" },
+    raw_stable_writes_without_direct_io: { format: Format::Raw, cache: "writethrough" },
 }
 
 /// A device that ignores flushes loses data that the guest has flushed, and the tests above notice.
