@@ -6,6 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Finished, Refusals, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::system::{is_installed, run as run_program};
@@ -473,9 +474,7 @@ fn an_image_is_taken_over() -> Result<()> {
     images.qemu_img(&format!("create -q -f qcow2 -o cluster_size=4k @disk {DISK_BYTES}"))?;
     let mut served = images.serve("disk")?;
     for round in 0..3 {
-        let mut command = ringhaul()?;
-        command.args(["serve", "--takeover"]).arg(images.folders.socket("control"));
-        let mut next = Running::start(&mut command)?;
+        let mut next = Running::start(&mut taking_over(&images.folders)?)?;
         // Writes before and after the new process opens the image, and while the queues of the old
         // one stop.
         for place in (round * 2 * MIB..(round + 1) * 2 * MIB).step_by(8192) {

@@ -15,7 +15,6 @@ use anyhow::{Context, Result, bail, ensure};
 use ringhaul_tools::process::wait_child;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
-use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::server::ringhaul_binary;
@@ -438,18 +437,6 @@ impl Drop for Running {
 /// If it cannot be started or does not end in time.
 pub fn run(command: &mut Command) -> Result<Finished> {
     Running::start(command)?.finish()
-}
-
-/// The counters of a daemon's only export, from its control socket.
-///
-/// # Errors
-/// If the daemon does not answer.
-pub fn read_counters(control: &Path) -> Result<Value> {
-    let mut command = ringhaul()?;
-    command.arg("ctl").arg("--control").arg(control).args(["--json", "stats"]);
-    let output = run(&mut command)?.expect_code(0)?.stdout;
-    let mut stats: Value = serde_json::from_str(&output).context("the counters")?;
-    Ok(stats["exports"][0].take())
 }
 
 /// Command lines that must be refused, with the words of each refusal. All are tried, so that one

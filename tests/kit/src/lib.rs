@@ -11,6 +11,7 @@
 pub mod ceph;
 pub mod cli;
 pub mod container;
+pub mod control;
 pub mod daemon;
 pub mod file_trace;
 pub mod frontend;

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Refusals, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::fuse::{Fuse, opcode};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -333,9 +334,7 @@ fn a_successor_reads_the_file_too() -> Result<()> {
     let mut old = Running::serve(&mut serve(&file)?)?;
     // No reload has applied this text.
     fs::write(&file, format!("{first}{}", exports.blk("second", "")))?;
-    let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
-    let mut new = Running::start(&mut command)?;
+    let mut new = Running::start(&mut taking_over(&folders)?)?;
     new.wait_for("took over 2 exports from process")?;
     old.wait_for("has taken over")?;
     old.finish()?.expect_code(0)?;

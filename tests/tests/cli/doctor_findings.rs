@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
     LIMIT, READY, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
 };
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, feature};
 use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::nbd_server::NbdServer;
@@ -23,7 +24,7 @@ use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use crate::doctor::{findings, healthy};
-use crate::takeover::{Client, TAKEN, taking_over};
+use crate::takeover::{Client, TAKEN};
 use crate::throttling::begin_writes;
 use crate::{DISK_BYTES, test_folders};
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::memory::memfd;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
@@ -19,7 +20,7 @@ use serde_json::json;
 
 use super::control::Client;
 use super::throttling::{begin_writes, ctl, end_writes, serve, shown};
-use crate::takeover::{self, TAKEN, taking_over};
+use crate::takeover::{self, TAKEN};
 use crate::test_folders;
 
 const MIB: u64 = 1 << 20;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{READY, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::daemon::pattern;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::server::ringhaul_binary;
@@ -14,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use super::control::Client;
-use super::takeover::{Client as Successor, taking_over};
+use super::takeover::Client as Successor;
 use super::{DISK_BYTES, test_folders};
 
 /// A daemon under a manager, with the export `vm`. A command adds `late`, so that the next process

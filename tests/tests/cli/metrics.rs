@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::page::{Page, Shell, replaced};
@@ -16,7 +17,7 @@ use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::takeover::{TAKEN, taking_over};
+use crate::takeover::TAKEN;
 use crate::{DISK_BYTES, test_folders};
 
 /// The requests of one load.

@@ -6,6 +6,7 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -170,9 +171,7 @@ fn a_takeover_keeps_the_state() -> Result<()> {
     let folders = test_folders()?;
     let (daemon, mut client) = start(&folders, &[])?;
     change_all(&folders, &mut client)?;
-    let mut next = ringhaul()?;
-    next.args(["serve", "--takeover"]).arg(folders.socket("control")).args(["--iothreads", "2"]);
-    let mut next = Running::start(&mut next)?;
+    let mut next = Running::start(taking_over(&folders)?.args(["--iothreads", "2"]))?;
     next.wait_for("took over")?;
     daemon.finish()?.expect_code(0)?;
     let mut client = Client::new(&folders.socket("control"))?;

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{
     Finished, LIMIT, Running, TestFolders, bench, ringhaul, ringhaul_under, run, serve,
 };
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::daemon::{SECTOR_BYTES, pattern};
 use ringhaul_kit::frontend::message::{Message, code};
 use ringhaul_kit::frontend::{Frontend, Setup};
@@ -40,12 +41,6 @@ pub(super) fn begin(folders: &TestFolders) -> Result<Command> {
 fn begin_again(folders: &TestFolders) -> Result<Command> {
     let mut command = serve(&folders.socket("vm.sock"), &folders.path("disk.img"))?;
     command.arg("--control").arg(folders.socket("control"));
-    Ok(command)
-}
-
-pub(super) fn taking_over(folders: &TestFolders) -> Result<Command> {
-    let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
     Ok(command)
 }
 

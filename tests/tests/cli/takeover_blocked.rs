@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run, serve};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::message::Message;
 use ringhaul_kit::frontend::ring::Desc;
@@ -14,7 +15,7 @@ use ringhaul_tools::process::retry;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::json;
 
-use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+use crate::takeover::{Client, TAKEN, begin, check};
 use crate::test_folders;
 
 /// The exit status of an upgrade that may succeed a moment later.

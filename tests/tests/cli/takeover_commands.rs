@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::service_manager::ServiceManager;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::takeover::{Client, TAKEN, begin, check, taking_over};
+use crate::takeover::{Client, TAKEN, begin, check};
 use crate::{DISK_BYTES, test_folders};
 
 /// Begins a takeover and pauses the queues of the daemon.

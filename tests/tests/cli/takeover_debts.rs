@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::daemon::SECTOR_BYTES;
 use ringhaul_kit::frontend::{Frontend, Setup};
 
-use crate::takeover::{Client, taking_over};
+use crate::takeover::Client;
 use crate::test_folders;
 
 /// The code of a refusal that holds for a moment.

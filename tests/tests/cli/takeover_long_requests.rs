@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::memory::memfd;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{BORDER, Frontend, MEMORY_END, SCRATCH, Setup, blk};
@@ -15,7 +16,7 @@ use rustix::process::Signal;
 use super::control::Client;
 use super::held_writes;
 use super::throttling::{serve, shown};
-use crate::takeover::{TAKEN, taking_over};
+use crate::takeover::TAKEN;
 use crate::test_folders;
 
 const MIB: u64 = 1 << 20;

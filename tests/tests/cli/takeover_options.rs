@@ -2,9 +2,10 @@
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, ringhaul_under};
+use ringhaul_kit::control::taking_over;
 use serde_json::{Value, json};
 
-use crate::takeover::{Client, TAKEN, begin, taking_over};
+use crate::takeover::{Client, TAKEN, begin};
 use crate::{DISK_BYTES, test_folders};
 
 /// A takeover keeps the level and form of the log, even if they come from a file.

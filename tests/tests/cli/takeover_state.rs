@@ -2,12 +2,13 @@
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Running, serve};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::takeover::{Client, TAKEN, taking_over};
+use crate::takeover::{Client, TAKEN};
 use crate::test_folders;
 
 fn flush(frontend: &mut Frontend) -> Result<u8> {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::ring::Desc;
 use ringhaul_kit::frontend::{DATA, Frontend, Setup, blk};
 use ringhaul_kit::fuse::{Fuse, opcode};
@@ -297,8 +298,7 @@ fn writes_without_space_are_held_until_there_is_space() -> Result<()> {
         Ok(shown["disk-state"] == "held" && shown["disks"][0]["waited"] == 4)
     };
     while !is_held(&mut client)? {}
-    let mut taker = ringhaul()?;
-    let taker = Running::start(taker.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let taker = Running::start(&mut taking_over(&folders)?)?;
     let wait = json!({ "process": taker.pid().as_raw_pid(), "deadline-ms": 60_000 });
     let refused = client.call("upgrade.wait", &wait)?;
     ensure!(refused["error"]["code"] == 10, "{refused}");

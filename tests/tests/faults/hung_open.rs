@@ -8,6 +8,7 @@ use std::sync::{Arc, Barrier};
 
 use anyhow::{Result, ensure};
 use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::{Frontend, Setup};
 use ringhaul_kit::fuse::{Fuse, opcode};
 use ringhaul_kit::system::is_installed;
@@ -62,9 +63,7 @@ fn disks_that_are_being_opened_are_taken_over() -> Result<()> {
     daemon.wait_for(&serving(&healthy))?;
     let mut frontend = Frontend::attach(&healthy, &Setup::default())?;
     frontend.read(0, 0, 4096)?;
-    let mut command = ringhaul()?;
-    let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     // No call of the new process hangs.
     let opened = next.wait_for_each(&["took over 1 export", &serving(&hung)]);
     let served = opened.and_then(|()| {
@@ -94,9 +93,7 @@ fn a_takeover_keeps_changed_limits() -> Result<()> {
     daemon.wait_for(&serving(&healthy))?;
     let healthy = healthy.display().to_string();
     ctl(&folders, &["set-disk", &healthy, "iops-total=9"])?.expect_code(0)?;
-    let mut command = ringhaul()?;
-    let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     let served = next.wait_for_each(&["took over 1 export", &serving(&hung)]);
     fuse.release();
     served?;
@@ -158,9 +155,7 @@ fn a_successor_opens_disks_side_by_side() -> Result<()> {
     let mut daemon = Running::serve(&mut command)?;
     daemon.wait_for("serving on")?;
     is_gated.store(true, Ordering::Relaxed);
-    let mut command = ringhaul()?;
-    let mut next =
-        Running::start(command.args(["serve", "--takeover"]).arg(folders.socket("control")))?;
+    let mut next = Running::start(&mut taking_over(&folders)?)?;
     next.wait_for("took over 2 exports")?;
     daemon.finish()?.expect_code(0)?;
     Ok(())

@@ -5,7 +5,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, read_counters, ringhaul, run};
+use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::control::{read_counters, take_over, taking_over};
 use ringhaul_kit::nbd_server::free_port;
 use ringhaul_kit::system::{is_installed, run as run_program};
 use ringhaul_tools::process::retry;
@@ -214,20 +215,6 @@ pub(super) fn wait_for_load(folders: &TestFolders) -> Result<()> {
         ensure!(writes()? > before + 100, "the load stands still");
         Ok(())
     })
-}
-
-pub(super) fn taking_over(folders: &TestFolders) -> Result<Command> {
-    let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
-    Ok(command)
-}
-
-/// Starts a process that takes over from `daemon`.
-fn take_over(folders: &TestFolders, daemon: Running) -> Result<Running> {
-    let mut next = Running::start(&mut taking_over(folders)?)?;
-    next.wait_for("took over 1 export")?;
-    daemon.finish()?.expect_code(0)?;
-    Ok(next)
 }
 
 /// Both processes are connected for a moment. A new process without room for its connection changes

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use ringhaul_kit::cli::{LIMIT, Running, TestFolders, bench, ringhaul, run};
+use ringhaul_kit::control::taking_over;
 use ringhaul_kit::frontend::{Frontend, Setup, blk, segment};
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::is_installed;
@@ -12,7 +13,7 @@ use ringhaul_tools::process::retry;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::nbd::{VERIFIED, serve, taking_over, test_folders, wait_for_load};
+use super::nbd::{VERIFIED, serve, test_folders, wait_for_load};
 
 /// Starts a server that fails requests according to `errors`.
 fn failing(folders: &TestFolders, errors: &[&str]) -> Result<NbdServer> {

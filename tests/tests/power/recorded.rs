@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ringhaul_kit::cli::{Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::take_over;
 use ringhaul_kit::frontend::{Frontend, Setup, blk};
 use ringhaul_kit::fuse::Fuse;
 use ringhaul_kit::journal::{Cut, Journal};
@@ -254,6 +255,7 @@ impl Recorded {
     /// Checks that each sector has one of its allowed versions.
     fn compare(&self, path: &Path, at: usize) -> Result<()> {
         let content = self.read(path)?;
+        ensure!(content.len() >= DISK_BYTES, "the disk has only {} bytes", content.len());
         let mut whole = std::collections::HashMap::new();
         let allowed = self.log.allowed(at);
         for (number, sector) in content.chunks(SECTOR).enumerate() {
@@ -284,16 +286,6 @@ impl Recorded {
         ensure!(!self.check(path)? || !is_marked, "clusters stay leaked");
         self.compare(path, at)
     }
-}
-
-/// Starts a process that takes over from `daemon`.
-fn take_over(folders: &TestFolders, daemon: Running) -> Result<Running> {
-    let mut command = ringhaul()?;
-    command.args(["serve", "--takeover"]).arg(folders.socket("control"));
-    let mut next = Running::start(&mut command)?;
-    next.wait_for("took over 1 export")?;
-    daemon.finish()?.expect_code(0)?;
-    Ok(next)
 }
 
 /// Makes the disk, and returns the version of each sector.

@@ -6,7 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ringhaul_kit::cli::{Finished, Running, TestFolders, read_counters, ringhaul, run};
+use ringhaul_kit::cli::{Finished, Running, TestFolders, ringhaul, run};
+use ringhaul_kit::control::read_counters;
 use ringhaul_kit::guest::{KVM_DISK_BYTES, Mover, QemuHost, RingLayout, Vmm, lacks_kvm};
 use ringhaul_kit::nbd_server::NbdServer;
 use ringhaul_kit::system::{is_installed, print_skipped};
